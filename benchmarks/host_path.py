@@ -86,18 +86,17 @@ class StubDevice(HostClock):
 
     finished: Any = None
     asked: Counter[str] = field(default_factory=Counter)
-    _context: Any = field(default_factory=nullcontext)
 
     def current(self) -> int:
         return -1
 
     def lane(self, number: int) -> int:
-        return number
+        return 1 + number
 
-    def on(self, stream: int) -> Any:
-        return self._context
+    def switch(self, stream: int) -> None:
+        """Do nothing."""
 
-    def record(self, stream: int) -> int:
+    def record(self, stream: int, event: int | None = None) -> int:
         self.asked["record"] += 1
         return 0
 

@@ -1,4 +1,4 @@
-"""Fold a partial output into an accumulator, in place."""
+"""Fold partial outputs into accumulators, and add gradients to them: on GPUs in one kernel each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 PACKAGES = {"triton": "triton"}
 """The modules besides torch's that folds call, with the distribution that each is installed by."""
+Tensors = tuple[Tensor, ...]
 _LEAST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.float64)}
 """The lowest finite number of each dtype of an lse."""
 
@@ -24,7 +25,7 @@ def fold_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
 
     On CUDA, accumulators in fp32 are folded by one kernel, where triton can compile it (fold_triton.py).
     """
-    if takes_triton(out):
+    if out.dtype == torch.float32 and takes_triton(out):
         from sp_bench.kernels.fold_triton import fold_fused_
 
         fold_fused_(out, lse, part_out, part_lse)
@@ -33,8 +34,8 @@ def fold_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
 
 
 def takes_triton(x: Tensor) -> bool:
-    """Whether sums like x are folded by triton's kernels: in fp32 on a GPU, where triton can compile them."""
-    return x.is_cuda and x.dtype == torch.float32 and _has_triton() and not triton_fails(x.device)
+    """Whether x is folded by triton's kernels: on a GPU, where triton can compile them."""
+    return x.is_cuda and _has_triton() and not triton_fails(x.device)
 
 
 def fold_unfused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
@@ -48,6 +49,39 @@ def fold_unfused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) 
     # Rows that saw no key on either side get weight 0. Any other lse that is not finite must show in the result.
     weight = torch.sub(part_lse, lse.clamp_min(_LEAST[lse.dtype])).exp_()
     out.lerp_(in_dtype(part_out, out.dtype), weight.transpose(1, 2).unsqueeze(-1))
+
+
+def add_(totals: Tensors, parts: Tensors) -> None:
+    """Add gradients_BSHD to their sums, in place: those of a chunk in one kernel on CUDA, casts included."""
+    if totals[0].dtype == torch.float32 and takes_triton(totals[0]) and _alike(totals) and _alike(parts):
+        from sp_bench.kernels.fold_triton import sum_fused_
+
+        sum_fused_(totals, parts, adds=True)
+    elif len(totals) == 1:
+        totals[0].add_(parts[0])
+    else:
+        torch._foreach_add_(totals, parts)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def packed_in(parts: Tensors, dtype: torch.dtype) -> Tensors:
+    """x_BSHD in that dtype, contiguous: x itself if it is so, else on CUDA by one kernel for all of a chunk."""
+    if all([x.dtype == dtype and x.is_contiguous() for x in parts]):
+        return parts
+    if dtype == torch.float32 and takes_triton(parts[0]) and _alike(parts):
+        from sp_bench.kernels.fold_triton import sum_fused_
+
+        made = tuple([torch.empty(x.shape, dtype=dtype, device=x.device) for x in parts])
+        sum_fused_(made, parts, adds=False)
+        return made
+    return tuple([in_dtype(x, dtype).contiguous() for x in parts])
+
+
+def _alike(tensors: Tensors) -> bool:
+    """Whether one kernel takes them as they are: one tensor, or two of one shape, dtype and order in memory."""
+    if len(tensors) == 1:
+        return True
+    x, y = tensors[0], tensors[-1]
+    return len(tensors) == 2 and x.shape == y.shape and x.dtype == y.dtype and x.stride() == y.stride()
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -71,17 +105,23 @@ def fold_notes(device: torch.device) -> tuple[str, ...]:
 
 @cache
 def triton_fails(device: torch.device) -> str:
-    """Why triton can't compile and run the fold there; empty if it can. Tried once.
+    """Why triton can't compile and run folds and sums there; empty if it can. Tried once, each twice.
 
-    It needs a compiler, and a ptxas for the GPU.
+    It needs a compiler, and a ptxas for the GPU. The second launch of a kernel goes past triton's own function.
     """
-    from sp_bench.kernels.fold_triton import fold_fused_
+    from sp_bench.kernels.fold_triton import fold_fused_, sum_fused_
 
-    out, lse = torch.zeros(1, 1, 1, 16, device=device), torch.zeros(1, 1, 1, device=device)
-    why = "its result is not finite"
+    part = torch.ones(1, 3, 1, 16, device=device, dtype=torch.bfloat16), torch.ones(1, 1, 3, device=device)
+    found = torch.zeros(1, 3, 1, 16, device=device), torch.ones(1, 1, 3, device=device)
+    wanted, sums = tuple(x.clone() for x in found), (torch.zeros_like(found[0]), torch.zeros_like(found[0]))
+    why = "its result is wrong"
     try:
-        fold_fused_(out, lse, out.to(torch.bfloat16), lse.clone())
-        if lse.isfinite().all():
+        for _ in range(2):
+            fold_fused_(*found, *part)
+            fold_unfused_(*wanted, *part)
+            sum_fused_(sums, (part[0], part[0]), adds=True)
+        pairs = *zip(found, wanted, strict=True), (sums[0], 2 * part[0].float()), (sums[1], sums[0])
+        if all(torch.allclose(x, y) for x, y in pairs):
             return ""
     except Exception as error:
         why = f"{type(error).__name__}: {error}"

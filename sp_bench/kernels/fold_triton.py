@@ -1,10 +1,15 @@
-"""The fold as one Triton kernel, which reads and writes everything once. Importing this module imports triton.
+"""Folds, sums and casts as one Triton kernel each, which reads and writes everything once. It imports triton.
 
 A program folds some tokens of one head of one batch entry. The head_dim elements of a row are contiguous, and so are
 the statistics of the tokens, as tokens are the last dimension of lse_BHS.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any
 
 import torch
 import triton
@@ -13,6 +18,8 @@ from torch import Tensor
 
 ELEMENTS = 4096
 """Accumulator elements of one program: 32 for each thread of its four warps."""
+ALIGNED = 16
+"""Triton compiles anew for addresses that are no multiple of so many bytes."""
 
 
 @triton.jit
@@ -47,22 +54,98 @@ def _fold_kernel(
     tl.store(lse_at, total, mask=rows)
 
 
+@triton.jit
+def _sum_kernel(
+    into, part, second_into, second_part, tokens, heads, head_dim,
+    into_b, into_s, into_h, into_d, part_b, part_s, part_h, part_d,
+    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    # The second pair of tensors has programs of its own, behind those of the first.
+    z = tl.program_id(2).to(tl.int64)
+    b, h = z // heads, z % heads
+    s = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    d = tl.arange(0, HEAD_DIM).to(tl.int64)
+    cells = (s < tokens)[:, None] & (d < head_dim)[None, :]
+    into_at = b * into_b + h * into_h + s[:, None] * into_s + d[None, :] * into_d
+    part_at = b * part_b + h * part_h + s[:, None] * part_s + d[None, :] * part_d
+    if tl.program_id(1) == 0:
+        x = tl.load(part + part_at, mask=cells, other=0.0).to(tl.float32)
+        if ADDS:
+            x += tl.load(into + into_at, mask=cells, other=0.0)
+        tl.store(into + into_at, x.to(into.dtype.element_ty), mask=cells)
+    else:
+        x = tl.load(second_part + part_at, mask=cells, other=0.0).to(tl.float32)
+        if ADDS:
+            x += tl.load(second_into + into_at, mask=cells, other=0.0)
+        tl.store(second_into + into_at, x.to(second_into.dtype.element_ty), mask=cells)
+
+
+_Runner = Callable[..., None]
+_runners: dict[Hashable, tuple[_Runner, tuple[int, ...]]] = {}
+"""Compiled kernels with their grids and numbers, by all that triton compiles for: shapes, strides, dtypes, alignment.
+
+A launch through triton's own function works this out again each time, which takes longer than all else of a fold.
+"""
+
+
+def _launch(key: tuple[Hashable, ...], kernel: Any, tensors: Sequence[Tensor], plan: Callable[[], Any]) -> None:
+    """Launch a kernel on tensors; `plan` tells its grid and its other arguments, which depend on the key alone."""
+    device = tensors[0].get_device()  # -1 of a CPU, in triton's interpreter
+    # triton launches on the current device, which may not be the tensors' device.
+    with nullcontext() if device < 0 or device == torch.cuda.current_device() else torch.cuda.device(device):
+        key = (kernel, device, *key, *[x.data_ptr() % ALIGNED for x in tensors])
+        found = _runners.get(key)
+        if found is not None:
+            runner, numbers = found
+            runner(*tensors, *numbers)
+            return
+        grid, numbers = plan()
+        compiled = kernel[grid](*tensors, *numbers)
+        if compiled is not None:  # None in triton's interpreter
+            _runners[key] = compiled[grid], numbers
+
+
 def fold_fused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """`fold_` in one kernel; out, lse and part_lse in fp32, part_out in fp32, bf16 or fp16, any strides.
 
     The new lse is within 2^-23 and a rounding of torch.logaddexp's. Raises ValueError for other dtypes.
     """
-    if {out.dtype, lse.dtype, part_lse.dtype} != {torch.float32}:
+    if not out.dtype == lse.dtype == part_lse.dtype == torch.float32:
         raise ValueError(f"accumulators of {out.dtype}, {lse.dtype}, {part_lse.dtype}: the fused fold is for float32")
-    batch, tokens, heads, head_dim = out.shape
     if not out.numel():
         return
+    strides = out.stride(), lse.stride(), part_out.stride(), part_lse.stride()
+
+    def plan() -> Any:
+        batch, tokens, heads, head_dim = out.shape
+        at_once, padded = _rows_at_once(head_dim)
+        numbers = (tokens, head_dim, *chain(*strides), at_once, padded)
+        return (triton.cdiv(tokens, at_once), heads, batch), numbers
+
+    _launch((out.shape, *strides, part_out.dtype), _fold_kernel, (out, lse, part_out, part_lse), plan)
+
+
+def sum_fused_(into: Sequence[Tensor], parts: Sequence[Tensor], *, adds: bool) -> None:
+    """Add to one or two tensors x_BSHD, or overwrite them, in one kernel: into += parts, or into = parts.
+
+    Both pairs must be alike in shapes, strides and dtypes (`alike`); sums are made in fp32.
+    """
+    x, part = into[0], parts[0]
+    if not x.numel():
+        return
+    strides = x.stride(), part.stride()
+
+    def plan() -> Any:
+        batch, tokens, heads, head_dim = x.shape
+        at_once, padded = _rows_at_once(head_dim)
+        numbers = (tokens, heads, head_dim, *chain(*strides), at_once, padded, adds)
+        return (triton.cdiv(tokens, at_once), len(into), heads * batch), numbers
+
+    key = (x.shape, *strides, x.dtype, part.dtype, len(into), adds)
+    _launch(key, _sum_kernel, (x, part, into[-1], parts[-1]), plan)
+
+
+def _rows_at_once(head_dim: int) -> tuple[int, int]:
+    """(tokens of a program, head_dim rounded up to a power of two)."""
     padded = triton.next_power_of_2(head_dim)
-    at_once = max(1, ELEMENTS // padded)
-    # triton launches on the current device, which may not be the tensors' device.
-    with torch.cuda.device_of(out):
-        _fold_kernel[triton.cdiv(tokens, at_once), heads, batch](
-            out, lse, part_out, part_lse, tokens, head_dim,
-            *out.stride(), *lse.stride(), *part_out.stride(), *part_lse.stride(),
-            TOKENS=at_once, HEAD_DIM=padded,  # pyright: ignore[reportArgumentType]
-        )  # fmt: skip
+    return max(1, ELEMENTS // padded), padded

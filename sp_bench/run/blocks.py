@@ -147,9 +147,9 @@ class Blocks:
                 (q, out, dout, lse), (k, v) = take_q(held, of_q), take_kv(held, of_kv)
                 run.lap(REST)
                 if isinstance(kind, Pieces):
-                    dq, dk, dv = kernel.backward_pieces(dout, q, k, v, out, lse, kind)
+                    dq, dk, dv = kernel.gradients_of_pieces(dout, q, k, v, out, lse, kind)
                 else:
-                    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, kind)
+                    dq, dk, dv = kernel.gradients(dout, q, k, v, out, lse, kind)
                 run.lap(KERNELS)
                 run.see(dq, dk, dv)
                 held.partials.add_gradients(into, (dq,))
@@ -229,7 +229,7 @@ class Blocks:
                     sides = [(call.q, of_queries, results)]
                 else:
                     q, out, dout, lse = queries
-                    results = kernel.backward(dout, q, k, v, out, lse, call.kind)
+                    results = kernel.gradients(dout, q, k, v, out, lse, call.kind)
                     sides = [(call.q, of_queries, results[:1]), (call.kv, of_keys, results[1:])]
                 run.lap(KERNELS)
                 run.see(*queries, k, v, *results)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
@@ -74,12 +73,15 @@ class Device(Clock, Protocol):
         """Return the stream of lane `number`, the same one at every call."""
         ...
 
-    def on(self, stream: Any) -> AbstractContextManager:
-        """Return a context manager that makes `stream` the current one."""
+    def switch(self, stream: Any) -> None:
+        """Make `stream` the current one."""
         ...
 
-    def record(self, stream: Any) -> Any:
-        """Return an event that completes when all work queued on `stream` so far has ended."""
+    def record(self, stream: Any, event: Any = None) -> Any:
+        """Return an event that completes when all work queued on `stream` so far has ended.
+
+        It may be `event`, recorded anew: what waits for that has been told to.
+        """
         ...
 
     def wait(self, stream: Any, event: Any) -> None:
@@ -108,11 +110,11 @@ class Cuda:
     def lane(self, number: int) -> torch.cuda.Stream:
         return _lane_stream(self._device, number)
 
-    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager:
-        return torch.cuda.stream(stream)
+    def switch(self, stream: torch.cuda.Stream) -> None:
+        torch.cuda.set_stream(stream)
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+    def record(self, stream: torch.cuda.Stream, event: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        event = event or torch.cuda.Event()
         event.record(stream)
         return event
 

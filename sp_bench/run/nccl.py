@@ -156,6 +156,29 @@ class NcclTransport(Transport):
 
         return exchange
 
+    def bind_send(
+        self, turn: Turn, receives: Sequence[Message], target: int, counted_as: Sequence[Key]
+    ) -> Callable[[Sequence[torch.Tensor]], None]:
+        batches: list[_Batch] = []
+        end, counter = self._end(turn.lane, turn.group, target), self.sent_bytes
+        place, posted = 0, 0
+
+        def exchange(tensors: Sequence[torch.Tensor]) -> None:
+            nonlocal place, posted
+            if not batches:
+                batches.extend(self._batches(turn, receives, [(target, tensors)]))
+                place = next(i for i, batch in enumerate(batches) if ("send", target) in batch.uses)
+                posted = len(batches[place].ops) - len(tensors)
+            ops = batches[place].ops
+            ops[posted:] = [partial(end.group.send, [unmarked(_flat(x))], end.place, 0) for x in tensors]
+            for x, key in zip(tensors, counted_as, strict=True):
+                counter[key] += x.nbytes
+            for work in self._launched(batches):
+                work.wait()
+            del ops[posted:]  # they would keep the tensors
+
+        return exchange
+
     def start(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> list[Any]:

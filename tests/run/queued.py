@@ -273,7 +273,10 @@ class Rank(TorchDispatchMode):
         yield
         self._current = before
 
-    def record(self, stream: Stream) -> Event:
+    def switch(self, stream: Stream) -> None:
+        self._current = stream
+
+    def record(self, stream: Stream, event: Event | None = None) -> Event:
         stream.queue.append(("record", event := Event()))
         return event
 

@@ -150,10 +150,10 @@ def test_lanes_end_with_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def execution(self: streams.DeviceStreams) -> Iterator[None]:
         """Without the waits at its end."""
-        device = self._device
-        self._blocks = device.current()
-        monkeypatch.setattr(self, "_last", {})
+        blocks = self._device.current()
+        monkeypatch.setattr(self, "_ends", [])
         yield
+        self._device.switch(blocks)
 
     monkeypatch.setattr(streams.DeviceStreams, "execution", execution)
     with pytest.raises(NotCapturable, match="not joined"):
