@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import median
@@ -151,10 +151,11 @@ def triton_stubbed() -> Iterator[None]:
     """Folds of CPU tensors take the kernels that GPUs take, which are compiled and not launched."""
     from triton.runtime import driver
 
+    from sp_bench.kernels import fold_triton
+
     with ExitStack() as all_of:
         all_of.enter_context(patch.object(driver, "_active", TritonDriver()))
-        all_of.enter_context(patch.object(torch.cuda, "device_of", lambda x: nullcontext()))
-        all_of.enter_context(patch.object(fold, "takes_triton", lambda x: True))
+        all_of.enter_context(patch.object(fold, "fused_on", lambda device: fold_triton))
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,17 +26,22 @@ def fold_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
 
     On CUDA, accumulators in fp32 are folded by one kernel, where triton can compile it (fold_triton.py).
     """
-    if out.dtype == torch.float32 and takes_triton(out):
-        from sp_bench.kernels.fold_triton import fold_fused_
-
-        fold_fused_(out, lse, part_out, part_lse)
+    if out.dtype == torch.float32 and (fused := fused_on(out.device)):
+        fused.fold_fused_(out, lse, part_out, part_lse)
     else:
         fold_unfused_(out, lse, part_out, part_lse)
 
 
-def takes_triton(x: Tensor) -> bool:
-    """Whether x is folded by triton's kernels: on a GPU, where triton can compile them."""
-    return x.is_cuda and _has_triton() and not triton_fails(x.device)
+def fused_on(device: torch.device) -> Any:
+    """The module of the kernels that fold and add on a GPU, where triton can compile them; else None."""
+    return _fused_on(device) if device.type == "cuda" else None
+
+
+@cache
+def _fused_on(device: torch.device) -> Any:
+    if not _has_triton() or triton_fails(device):
+        return None
+    return importlib.import_module("sp_bench.kernels.fold_triton")
 
 
 def fold_unfused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
@@ -53,10 +59,9 @@ def fold_unfused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) 
 
 def add_(totals: Tensors, parts: Tensors) -> None:
     """Add gradients_BSHD to their sums, in place: those of a chunk in one kernel on CUDA, casts included."""
-    if totals[0].dtype == torch.float32 and takes_triton(totals[0]) and _alike(totals) and _alike(parts):
-        from sp_bench.kernels.fold_triton import sum_fused_
-
-        sum_fused_(totals, parts, adds=True)
+    x = totals[0]
+    if x.dtype == torch.float32 and (fused := fused_on(x.device)) and _alike(totals) and _alike(parts):
+        fused.sum_fused_(totals, parts, adds=True)
     elif len(totals) == 1:
         totals[0].add_(parts[0])
     else:
@@ -67,11 +72,9 @@ def packed_in(parts: Tensors, dtype: torch.dtype) -> Tensors:
     """x_BSHD in that dtype, contiguous: x itself if it is so, else on CUDA by one kernel for all of a chunk."""
     if all([x.dtype == dtype and x.is_contiguous() for x in parts]):
         return parts
-    if dtype == torch.float32 and takes_triton(parts[0]) and _alike(parts):
-        from sp_bench.kernels.fold_triton import sum_fused_
-
+    if dtype == torch.float32 and (fused := fused_on(parts[0].device)) and _alike(parts):
         made = tuple([torch.empty(x.shape, dtype=dtype, device=x.device) for x in parts])
-        sum_fused_(made, parts, adds=False)
+        fused.sum_fused_(made, parts, adds=False)
         return made
     return tuple([in_dtype(x, dtype).contiguous() for x in parts])
 

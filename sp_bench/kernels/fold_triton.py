@@ -7,7 +7,6 @@ the statistics of the tokens, as tokens are the last dimension of lse_BHS.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -91,18 +90,20 @@ A launch through triton's own function works this out again each time, which tak
 def _launch(key: tuple[Hashable, ...], kernel: Any, tensors: Sequence[Tensor], plan: Callable[[], Any]) -> None:
     """Launch a kernel on tensors; `plan` tells its grid and its other arguments, which depend on the key alone."""
     device = tensors[0].get_device()  # -1 of a CPU, in triton's interpreter
-    # triton launches on the current device, which may not be the tensors' device.
-    with nullcontext() if device < 0 or device == torch.cuda.current_device() else torch.cuda.device(device):
-        key = (kernel, device, *key, *[x.data_ptr() % ALIGNED for x in tensors])
-        found = _runners.get(key)
-        if found is not None:
-            runner, numbers = found
-            runner(*tensors, *numbers)
-            return
-        grid, numbers = plan()
-        compiled = kernel[grid](*tensors, *numbers)
-        if compiled is not None:  # None in triton's interpreter
-            _runners[key] = compiled[grid], numbers
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):  # triton launches on the current device
+            _launch(key, kernel, tensors, plan)
+        return
+    key = (kernel, device, *key, *[x.data_ptr() % ALIGNED for x in tensors])
+    found = _runners.get(key)
+    if found is not None:
+        runner, numbers = found
+        runner(*tensors, *numbers)
+        return
+    grid, numbers = plan()
+    compiled = kernel[grid](*tensors, *numbers)
+    if compiled is not None:  # None in triton's interpreter
+        _runners[key] = compiled[grid], numbers
 
 
 def fold_fused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:

@@ -241,14 +241,19 @@ class Blocks:
 
     def _fold(self, op: Fold) -> Perform:
         part, into, sums = op.part, op.into, self._sums
+        total, tokens = sums.of(into), sums.of(into).shapes[0][1]
 
         def fold(run: Execution) -> None:
             held = run.holdings
-            if found := held.parts(part):
+            if whole := held.whole(part, tokens):
+                run.lap(WAITS)
+                held.partials.add(total, whole)
+                run.lap(FOLDS)
+            elif found := held.parts(part):
                 run.lap(WAITS)
                 for rows, tensors in found:
-                    total = sums.of(into, rows) if isinstance(rows, range) else sums.at(into, rows)
-                    held.partials.add(total, tensors)
+                    some = sums.of(into, rows) if isinstance(rows, range) else sums.at(into, rows)
+                    held.partials.add(some, tensors)
                 run.lap(FOLDS)
 
         return fold

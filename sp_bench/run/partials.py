@@ -157,7 +157,10 @@ class Partials:
         # It lies in a receive buffer, so unlike a block's result it can't become the accumulator.
         total = self._sum(into)
         if not into.chunk.tensor.is_output:
-            self.add_gradients(into, part)
+            if into.whole:
+                add_(total, part)
+            else:
+                self.add_gradients(into, part)
             return
         if not into.whole:
             total = tuple(tokens_of(x, into.rows) for x in total)
