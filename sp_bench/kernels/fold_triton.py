@@ -14,9 +14,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 ELEMENTS = 4096
 """Accumulator elements of one program: 32 for each thread of its four warps."""
+FOLD, SUM = 0, 1
+"""The kernels, in keys."""
 ALIGNED = 16
 """Triton compiles anew for addresses that are no multiple of so many bytes."""
 
@@ -79,12 +82,9 @@ def _sum_kernel(
         tl.store(second_into + into_at, x.to(second_into.dtype.element_ty), mask=cells)
 
 
-_Runner = Callable[..., None]
-_runners: dict[Hashable, tuple[_Runner, tuple[int, ...]]] = {}
-"""Compiled kernels with their grids and numbers, by all that triton compiles for: shapes, strides, dtypes, alignment.
-
-A launch through triton's own function works this out again each time, which takes longer than all else of a fold.
-"""
+_launches: dict[Hashable, tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = {}
+"""(what launches a compiled kernel, its arguments before and behind the tensors), by all that triton compiles for:
+shapes, strides, dtypes and alignment. triton's own function works these out at each launch, for five times as long."""
 
 
 def _launch(key: tuple[Hashable, ...], kernel: Any, tensors: Sequence[Tensor], plan: Callable[[], Any]) -> None:
@@ -94,16 +94,16 @@ def _launch(key: tuple[Hashable, ...], kernel: Any, tensors: Sequence[Tensor], p
         with torch.cuda.device(device):  # triton launches on the current device
             _launch(key, kernel, tensors, plan)
         return
-    key = (kernel, device, *key, *[x.data_ptr() % ALIGNED for x in tensors])
-    found = _runners.get(key)
-    if found is not None:
-        runner, numbers = found
-        runner(*tensors, *numbers)
+    key = (device, *key, *[x.data_ptr() % ALIGNED for x in tensors])
+    if key in _launches:
+        run, how, numbers = _launches[key]
+        run(*how[0], driver.active.get_current_stream(device), *how[1:], *tensors, *numbers)
         return
     grid, numbers = plan()
     compiled = kernel[grid](*tensors, *numbers)
     if compiled is not None:  # None in triton's interpreter
-        _runners[key] = compiled[grid], numbers
+        without_hooks = (None, None, None)
+        _launches[key] = compiled.run, (grid, compiled.function, compiled.packed_metadata, *without_hooks), numbers
 
 
 def fold_fused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
@@ -123,7 +123,7 @@ def fold_fused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) ->
         numbers = (tokens, head_dim, *chain(*strides), at_once, padded)
         return (triton.cdiv(tokens, at_once), heads, batch), numbers
 
-    _launch((out.shape, *strides, part_out.dtype), _fold_kernel, (out, lse, part_out, part_lse), plan)
+    _launch((FOLD, out.shape, *strides, part_out.dtype), _fold_kernel, (out, lse, part_out, part_lse), plan)
 
 
 def sum_fused_(into: Sequence[Tensor], parts: Sequence[Tensor], *, adds: bool) -> None:
@@ -142,7 +142,7 @@ def sum_fused_(into: Sequence[Tensor], parts: Sequence[Tensor], *, adds: bool) -
         numbers = (tokens, heads, head_dim, *chain(*strides), at_once, padded, adds)
         return (triton.cdiv(tokens, at_once), len(into), heads * batch), numbers
 
-    key = (x.shape, *strides, x.dtype, part.dtype, len(into), adds)
+    key = (SUM, x.shape, *strides, x.dtype, part.dtype, len(into), adds)
     _launch(key, _sum_kernel, (x, part, into[-1], parts[-1]), plan)
 
 
