@@ -14,6 +14,7 @@ backward, of the thread's own time.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections import Counter
@@ -84,6 +85,7 @@ class StubKernel(BlockKernel):
 class StubDevice(HostClock):
     """A device that does nothing (run.devices.Device), and counts what is asked of it."""
 
+    capturing: bool = False
     finished: Any = None
     asked: Counter[str] = field(default_factory=Counter)
 
@@ -118,7 +120,7 @@ class TritonDriver:
     """A GPU for triton (triton.runtime.driver) on which nothing is launched."""
 
     launched: ClassVar[list[tuple]] = []
-    """What the last launch was called with."""
+    """The arguments of the last launch."""
     utils = SimpleNamespace(
         load_binary=lambda *kernel: (0, 0, 0, 0, 1024),
         unload_module=lambda module: None,
@@ -147,16 +149,15 @@ class TritonDriver:
 
 
 @contextmanager
-def triton_stubbed() -> Iterator[None]:
-    """Folds of CPU tensors take the kernels that GPUs take, which are compiled and not launched."""
+def triton_stubbed() -> Iterator[Any]:
+    """The module of the kernels that GPUs take, which are compiled and not launched; folds of CPU tensors take them."""
     from triton.runtime import driver
 
-    from sp_bench.kernels import fold_triton
-
+    fold_triton = importlib.import_module("sp_bench.kernels.fold_triton")
     with ExitStack() as all_of:
         all_of.enter_context(patch.object(driver, "_active", TritonDriver()))
         all_of.enter_context(patch.object(fold, "fused_on", lambda device: fold_triton))
-        yield
+        yield fold_triton
 
 
 @contextmanager

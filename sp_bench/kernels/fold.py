@@ -70,7 +70,7 @@ def add_(totals: Tensors, parts: Tensors) -> None:
 
 def packed_in(parts: Tensors, dtype: torch.dtype) -> Tensors:
     """x_BSHD in that dtype, contiguous: x itself if it is so, else on CUDA by one kernel for all of a chunk."""
-    if all([x.dtype == dtype and x.is_contiguous() for x in parts]):
+    if all(x.dtype == dtype and x.is_contiguous() for x in parts):
         return parts
     if dtype == torch.float32 and (fused := fused_on(parts[0].device)) and _alike(parts):
         made = tuple([torch.empty(x.shape, dtype=dtype, device=x.device) for x in parts])

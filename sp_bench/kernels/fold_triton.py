@@ -74,12 +74,12 @@ def _sum_kernel(
         x = tl.load(part + part_at, mask=cells, other=0.0).to(tl.float32)
         if ADDS:
             x += tl.load(into + into_at, mask=cells, other=0.0)
-        tl.store(into + into_at, x.to(into.dtype.element_ty), mask=cells)
+        tl.store(into + into_at, x, mask=cells)
     else:
         x = tl.load(second_part + part_at, mask=cells, other=0.0).to(tl.float32)
         if ADDS:
             x += tl.load(second_into + into_at, mask=cells, other=0.0)
-        tl.store(second_into + into_at, x.to(second_into.dtype.element_ty), mask=cells)
+        tl.store(second_into + into_at, x, mask=cells)
 
 
 _launches: dict[Hashable, tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = {}
@@ -127,11 +127,13 @@ def fold_fused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) ->
 
 
 def sum_fused_(into: Sequence[Tensor], parts: Sequence[Tensor], *, adds: bool) -> None:
-    """Add to one or two tensors x_BSHD, or overwrite them, in one kernel: into += parts, or into = parts.
+    """Add to one or two tensors x_BSHD in fp32, or overwrite them, in one kernel: into += parts, or into = parts.
 
-    Both pairs must be alike in shapes, strides and dtypes (`alike`); sums are made in fp32.
+    Both pairs must be alike in shapes, strides and dtypes. Raises ValueError for sums of other dtypes.
     """
     x, part = into[0], parts[0]
+    if x.dtype != torch.float32:
+        raise ValueError(f"sums of {x.dtype}: the fused sum is for float32")
     if not x.numel():
         return
     strides = x.stride(), part.stride()
@@ -142,7 +144,7 @@ def sum_fused_(into: Sequence[Tensor], parts: Sequence[Tensor], *, adds: bool) -
         numbers = (tokens, heads, head_dim, *chain(*strides), at_once, padded, adds)
         return (triton.cdiv(tokens, at_once), len(into), heads * batch), numbers
 
-    key = (SUM, x.shape, *strides, x.dtype, part.dtype, len(into), adds)
+    key = (SUM, x.shape, *strides, part.dtype, len(into), adds)
     _launch(key, _sum_kernel, (x, part, into[-1], parts[-1]), plan)
 
 

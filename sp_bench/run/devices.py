@@ -62,6 +62,8 @@ class HostClock:
 class Device(Clock, Protocol):
     """An asynchronous device with streams and events: torch.cuda, or a fake in tests."""
 
+    capturing: bool
+    """Whether what is queued is captured, and nothing of it executed."""
     finished: Any
     """Event at the end of the last execution; None before the first. The next one waits for it to reuse buffers."""
 
@@ -89,7 +91,10 @@ class Device(Clock, Protocol):
         ...
 
     def capture(self, queue: Callable[[], Result]) -> tuple[Any, Result]:
-        """(a graph of all that `queue` queues, what it returns). Nothing is executed; `queue` must not block."""
+        """(a graph of all that `queue` queues, what it returns). Nothing is executed; `queue` must not block.
+
+        Raises RuntimeError if something can't be captured.
+        """
         ...
 
     def replay(self, graph: Any) -> None:
@@ -101,7 +106,7 @@ class Cuda:
     """One GPU, driven by torch.cuda."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self.capturing = device, False
         self.finished: torch.cuda.Event | None = None
 
     def current(self) -> torch.cuda.Stream:
@@ -124,11 +129,16 @@ class Cuda:
     def capture(self, queue: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         self.synchronize()
         self.finished = None  # a capture can't wait for an event from outside; everything has ended
-        graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog calls CUDA from its own thread.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = queue()
-        self.finished = None  # that of the capture is no event
+        graph, callers = torch.cuda.CUDAGraph(), self.current()
+        self.capturing = True
+        try:
+            # NCCL's watchdog calls CUDA from its own thread.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                result = queue()
+        finally:
+            self.capturing = False
+            self.switch(callers)  # where a capture fails, torch leaves its stream as the current one
+            self.finished = None  # that of the capture is no event
         return graph, result
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:

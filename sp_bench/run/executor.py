@@ -141,8 +141,9 @@ class Executor:
             self._lanes.begin(execution.holdings, compute=compute)
             self._streams.run(program, execution, self._lanes.prepost)
         except BaseException as error:
-            self._transport.give_up(repr(error))
-            self._streams.abandon(execution.holdings)
+            if not self._streams.capturing:  # else nothing was sent
+                self._transport.give_up(repr(error))
+                self._streams.abandon(execution.holdings)
             raise
         execution.lap(WAITS)
 

@@ -41,6 +41,11 @@ class Streams(ABC):
     queued: bool
     """Whether work is queued and runs asynchronously to the caller."""
 
+    @property
+    def capturing(self) -> bool:
+        """Whether what is queued becomes a graph, and isn't executed."""
+        return False
+
     @abstractmethod
     def run(self, program: Program, execution: Any, prepost: Prepost) -> None:
         """Call every operation, with the execution, on its stream once its waits are met. Raises the first's error.
@@ -307,6 +312,10 @@ class DeviceStreams(Streams):
     def run(self, program: Program, execution: Any, prepost: Prepost) -> None:
         with self.execution():
             self._run(program, execution)
+
+    @property
+    def capturing(self) -> bool:
+        return self._device.capturing
 
     def ready(self, index: int) -> bool:
         """Return False: the host doesn't know what has ended on the GPU."""

@@ -254,7 +254,7 @@ class Rank(TorchDispatchMode):
 
     def __init__(self, machine: Machine, rank: int) -> None:
         super().__init__()
-        self.machine, self.rank, self.finished = machine, rank, None
+        self.machine, self.rank, self.finished, self.capturing = machine, rank, None, False
         self._current, self._lanes = machine.stream(self), {}
 
     # What DeviceStreams wants
