@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 PACKAGES = {"triton": "triton"}
 """The modules besides torch's that folds call, with the distribution that each is installed by."""
 Tensors = tuple[Tensor, ...]
+Pair = tuple[Tensor, Tensor]
+"""(out_BSHD, lse_BHS)."""
 _LEAST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.float64)}
 """The lowest finite number of each dtype of an lse."""
 
@@ -61,7 +64,7 @@ def add_(totals: Tensors, parts: Tensors) -> None:
     """Add gradients_BSHD to their sums, in place: those of a chunk in one kernel on CUDA, casts included."""
     x = totals[0]
     if x.dtype == torch.float32 and (fused := fused_on(x.device)) and _alike(totals) and _alike(parts):
-        fused.sum_fused_(totals, parts, adds=True)
+        fused.sums_fused_(totals, parts, adds=True)
     elif len(totals) == 1:
         totals[0].add_(parts[0])
     else:
@@ -74,17 +77,26 @@ def packed_in(parts: Tensors, dtype: torch.dtype) -> Tensors:
         return parts
     if dtype == torch.float32 and (fused := fused_on(parts[0].device)) and _alike(parts):
         made = tuple([torch.empty(x.shape, dtype=dtype, device=x.device) for x in parts])
-        fused.sum_fused_(made, parts, adds=False)
+        fused.sums_fused_(made, parts, adds=False)
         return made
     return tuple([in_dtype(x, dtype).contiguous() for x in parts])
 
 
+def fold_each_(totals: Sequence[Pair], parts: Sequence[Pair]) -> None:
+    """`fold_` of several parts, each into an accumulator of its own: on CUDA in one kernel, if all are alike."""
+    out = totals[0][0]
+    fused = fused_on(out.device) if len(totals) > 1 and out.dtype == torch.float32 else None
+    if fused and all(_alike(x) for pairs in (totals, parts) for x in zip(*pairs, strict=True)):
+        fused.folds_fused_(totals, parts)
+        return
+    for total, part in zip(totals, parts, strict=True):
+        fold_(*total, *part)
+
+
 def _alike(tensors: Tensors) -> bool:
-    """Whether one kernel takes them as they are: one tensor, or two of one shape, dtype and order in memory."""
-    if len(tensors) == 1:
-        return True
-    x, y = tensors[0], tensors[-1]
-    return len(tensors) == 2 and x.shape == y.shape and x.dtype == y.dtype and x.stride() == y.stride()
+    """Whether one kernel takes them as they are: all have one shape, dtype and order in memory."""
+    x = tensors[0]
+    return all(y.shape == x.shape and y.dtype == x.dtype and y.stride() == x.stride() for y in tensors[1:])
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -112,19 +124,23 @@ def triton_fails(device: torch.device) -> str:
 
     It needs a compiler, and a ptxas for the GPU. The second launch of a kernel goes past triton's own function.
     """
-    from sp_bench.kernels.fold_triton import fold_fused_, sum_fused_
+    from sp_bench.kernels.fold_triton import fold_fused_, folds_fused_, sums_fused_
 
     part = torch.ones(1, 3, 1, 16, device=device, dtype=torch.bfloat16), torch.ones(1, 1, 3, device=device)
     found = torch.zeros(1, 3, 1, 16, device=device), torch.ones(1, 1, 3, device=device)
-    wanted, sums = tuple(x.clone() for x in found), (torch.zeros_like(found[0]), torch.zeros_like(found[0]))
+    others, wanted, wanted_others = ((found[0].clone(), found[1].clone()) for _ in range(3))
+    sums = torch.zeros_like(found[0]), torch.zeros_like(found[0])
     why = "its result is wrong"
     try:
         for _ in range(2):
             fold_fused_(*found, *part)
-            fold_unfused_(*wanted, *part)
-            sum_fused_(sums, (part[0], part[0]), adds=True)
-        pairs = *zip(found, wanted, strict=True), (sums[0], 2 * part[0].float()), (sums[1], sums[0])
-        if all(torch.allclose(x, y) for x, y in pairs):
+            folds_fused_((found, others), (part, part))
+            for _ in range(2):
+                fold_unfused_(*wanted, *part)
+            fold_unfused_(*wanted_others, *part)
+            sums_fused_(sums, (part[0], part[0]), adds=True)
+        wanted += (*wanted_others, 2 * part[0].float(), 2 * part[0].float())
+        if all(map(torch.allclose, (*found, *others, *sums), wanted)):
             return ""
     except Exception as error:
         why = f"{type(error).__name__}: {error}"

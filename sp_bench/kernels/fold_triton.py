@@ -18,21 +18,22 @@ from triton.runtime import driver
 
 ELEMENTS = 4096
 """Accumulator elements of one program: 32 for each thread of its four warps."""
-FOLD, SUM = 0, 1
+FOLD, FOLDS, SUMS = range(3)
 """The kernels, in keys."""
+Pair = tuple[Tensor, Tensor]
 ALIGNED = 16
 """Triton compiles anew for addresses that are no multiple of so many bytes."""
 
 
 @triton.jit
-def _fold_kernel(
-    out, lse, part_out, part_lse, tokens, head_dim,
+def _fold_rows(
+    out, lse, part_out, part_lse, b, tokens, head_dim,
     out_b, out_s, out_h, out_d, lse_b, lse_h, lse_s,
     part_b, part_s, part_h, part_d, part_lse_b, part_lse_h, part_lse_s,
     TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     # Offsets in 64 bits: a million tokens of 32 heads of 128 are 2^32 elements.
-    b, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64)
     s = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     d = tl.arange(0, HEAD_DIM).to(tl.int64)
     rows = s < tokens
@@ -57,29 +58,55 @@ def _fold_kernel(
 
 
 @triton.jit
-def _sum_kernel(
-    into, part, second_into, second_part, tokens, heads, head_dim,
-    into_b, into_s, into_h, into_d, part_b, part_s, part_h, part_d,
-    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, ADDS: tl.constexpr,
+def _fold_kernel(
+    out, lse, part_out, part_lse, tokens, head_dim,
+    out_b, out_s, out_h, out_d, lse_b, lse_h, lse_s,
+    part_b, part_s, part_h, part_d, part_lse_b, part_lse_h, part_lse_s,
+    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    # The second pair of tensors has programs of its own, behind those of the first.
+    _fold_rows(
+        out, lse, part_out, part_lse, tl.program_id(2).to(tl.int64), tokens, head_dim,
+        out_b, out_s, out_h, out_d, lse_b, lse_h, lse_s,
+        part_b, part_s, part_h, part_d, part_lse_b, part_lse_h, part_lse_s, TOKENS, HEAD_DIM,
+    )  # fmt: skip
+
+
+@triton.jit
+def _folds_kernel(
+    outs, lses, part_outs, part_lses, batch, tokens, head_dim,
+    out_b, out_s, out_h, out_d, lse_b, lse_h, lse_s,
+    part_b, part_s, part_h, part_d, part_lse_b, part_lse_h, part_lse_s,
+    RESULTS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
     z = tl.program_id(2).to(tl.int64)
-    b, h = z // heads, z % heads
+    for i in tl.static_range(RESULTS):
+        if z // batch == i:
+            _fold_rows(
+                outs[i], lses[i], part_outs[i], part_lses[i], z % batch, tokens, head_dim,
+                out_b, out_s, out_h, out_d, lse_b, lse_h, lse_s,
+                part_b, part_s, part_h, part_d, part_lse_b, part_lse_h, part_lse_s, TOKENS, HEAD_DIM,
+            )  # fmt: skip
+
+
+@triton.jit
+def _sums_kernel(
+    intos, parts, batch, tokens, head_dim,
+    into_b, into_s, into_h, into_d, part_b, part_s, part_h, part_d,
+    RESULTS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    z, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    b = z % batch
     s = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     d = tl.arange(0, HEAD_DIM).to(tl.int64)
     cells = (s < tokens)[:, None] & (d < head_dim)[None, :]
     into_at = b * into_b + h * into_h + s[:, None] * into_s + d[None, :] * into_d
     part_at = b * part_b + h * part_h + s[:, None] * part_s + d[None, :] * part_d
-    if tl.program_id(1) == 0:
-        x = tl.load(part + part_at, mask=cells, other=0.0).to(tl.float32)
-        if ADDS:
-            x += tl.load(into + into_at, mask=cells, other=0.0)
-        tl.store(into + into_at, x, mask=cells)
-    else:
-        x = tl.load(second_part + part_at, mask=cells, other=0.0).to(tl.float32)
-        if ADDS:
-            x += tl.load(second_into + into_at, mask=cells, other=0.0)
-        tl.store(second_into + into_at, x, mask=cells)
+    for i in tl.static_range(RESULTS):
+        if z // batch == i:
+            x = tl.load(parts[i] + part_at, mask=cells, other=0.0).to(tl.float32)
+            if ADDS:
+                x += tl.load(intos[i] + into_at, mask=cells, other=0.0)
+            tl.store(intos[i] + into_at, x, mask=cells)
 
 
 _launches: dict[Hashable, tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = {}
@@ -87,20 +114,24 @@ _launches: dict[Hashable, tuple[Callable[..., None], tuple[Any, ...], tuple[Any,
 shapes, strides, dtypes and alignment. triton's own function works these out at each launch, for five times as long."""
 
 
-def _launch(key: tuple[Hashable, ...], kernel: Any, tensors: Sequence[Tensor], plan: Callable[[], Any]) -> None:
-    """Launch a kernel on tensors; `plan` tells its grid and its other arguments, which depend on the key alone."""
+def _launch(key: tuple[Hashable, ...], kernel: Any, given: Sequence[Any], plan: Callable[[], Any]) -> None:
+    """Launch a kernel on tensors, or tuples of them; `plan` tells its grid and its other arguments.
+
+    These depend on the key alone.
+    """
+    tensors = given if isinstance(given[0], Tensor) else list(chain(*given))
     device = tensors[0].get_device()  # -1 of a CPU, in triton's interpreter
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):  # triton launches on the current device
-            _launch(key, kernel, tensors, plan)
+            _launch(key, kernel, given, plan)
         return
     key = (device, *key, *[x.data_ptr() % ALIGNED for x in tensors])
     if key in _launches:
         run, how, numbers = _launches[key]
-        run(*how[0], driver.active.get_current_stream(device), *how[1:], *tensors, *numbers)
+        run(*how[0], driver.active.get_current_stream(device), *how[1:], *given, *numbers)
         return
     grid, numbers = plan()
-    compiled = kernel[grid](*tensors, *numbers)
+    compiled = kernel[grid](*given, *numbers)
     if compiled is not None:  # None in triton's interpreter
         without_hooks = (None, None, None)
         _launches[key] = compiled.run, (grid, compiled.function, compiled.packed_metadata, *without_hooks), numbers
@@ -126,10 +157,29 @@ def fold_fused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) ->
     _launch((FOLD, out.shape, *strides, part_out.dtype), _fold_kernel, (out, lse, part_out, part_lse), plan)
 
 
-def sum_fused_(into: Sequence[Tensor], parts: Sequence[Tensor], *, adds: bool) -> None:
-    """Add to one or two tensors x_BSHD in fp32, or overwrite them, in one kernel: into += parts, or into = parts.
+def folds_fused_(totals: Sequence[Pair], parts: Sequence[Pair]) -> None:
+    """`fold_fused_` of several (out_BSHD, lse_BHS) in one kernel. All must be alike in shapes, strides and dtypes."""
+    (out, lse), (part_out, part_lse) = totals[0], parts[0]
+    if not out.dtype == lse.dtype == part_lse.dtype == torch.float32:
+        raise ValueError(f"accumulators of {out.dtype}, {lse.dtype}, {part_lse.dtype}: the fused fold is for float32")
+    if not out.numel():
+        return
+    strides = out.stride(), lse.stride(), part_out.stride(), part_lse.stride()
 
-    Both pairs must be alike in shapes, strides and dtypes. Raises ValueError for sums of other dtypes.
+    def plan() -> Any:
+        batch, tokens, heads, head_dim = out.shape
+        at_once, padded = _rows_at_once(head_dim)
+        numbers = (batch, tokens, head_dim, *chain(*strides), len(totals), at_once, padded)
+        return (triton.cdiv(tokens, at_once), heads, batch * len(totals)), numbers
+
+    given = (*zip(*totals, strict=True), *zip(*parts, strict=True))
+    _launch((FOLDS, len(totals), out.shape, *strides, part_out.dtype), _folds_kernel, given, plan)
+
+
+def sums_fused_(into: Sequence[Tensor], parts: Sequence[Tensor], *, adds: bool) -> None:
+    """Add to tensors x_BSHD in fp32, or overwrite them, in one kernel: into += parts, or into = parts.
+
+    All must be alike in shapes, strides and dtypes. Raises ValueError for sums of other dtypes.
     """
     x, part = into[0], parts[0]
     if x.dtype != torch.float32:
@@ -141,11 +191,11 @@ def sum_fused_(into: Sequence[Tensor], parts: Sequence[Tensor], *, adds: bool) -
     def plan() -> Any:
         batch, tokens, heads, head_dim = x.shape
         at_once, padded = _rows_at_once(head_dim)
-        numbers = (tokens, heads, head_dim, *chain(*strides), at_once, padded, adds)
-        return (triton.cdiv(tokens, at_once), len(into), heads * batch), numbers
+        numbers = (batch, tokens, head_dim, *chain(*strides), len(into), at_once, padded, adds)
+        return (triton.cdiv(tokens, at_once), heads, batch * len(into)), numbers
 
-    key = (SUM, x.shape, *strides, part.dtype, len(into), adds)
-    _launch(key, _sum_kernel, (x, part, into[-1], parts[-1]), plan)
+    key = (SUMS, len(into), x.shape, *strides, part.dtype, adds)
+    _launch(key, _sums_kernel, (tuple(into), tuple(parts)), plan)
 
 
 def _rows_at_once(head_dim: int) -> tuple[int, int]:

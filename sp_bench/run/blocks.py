@@ -320,9 +320,7 @@ def _as_they_are(held: Holdings, tensors: Tensors) -> Tensors:
 
 def _fold_parts(held: Holdings, pieces: UnionPieces, totals: Sequence[Sum], results: Tensors) -> None:
     """Fold the parts of a kernel call's results into the accumulators of their chunks."""
-    parts = zip(*(cut(x, pieces) for x in results), strict=True)
-    for total, part in zip(totals, parts, strict=True):
-        held.partials.add_part(total, part, alone=len(pieces) == 1)
+    held.partials.add_parts(totals, list(zip(*(cut(x, pieces) for x in results), strict=True)))
 
 
 def _by_name(held: Holdings, op: Bundle) -> Tensors:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from sp_bench.kernels import fold_
 from sp_bench.kernels.contract import empty_output
-from sp_bench.kernels.fold import add_, in_dtype, packed_in
+from sp_bench.kernels.fold import add_, fold_each_, in_dtype, packed_in
 from sp_bench.plan.ops import Chunk
 from sp_bench.plan.problem import Problem
 
@@ -142,6 +143,22 @@ class Partials:
             self.add_output(into, *part)
         else:
             self.add_gradients(into, part)
+
+    def add_parts(self, into: Sequence[Sum], parts: Sequence[Tensors]) -> None:
+        """`add_part` of all that one kernel call has of some chunks, with as few operations as possible."""
+        alone, totals, found = len(parts) == 1, [], []
+        for total, part in zip(into, parts, strict=True):
+            if alone or not total.whole or total.chunk not in self._held:
+                self.add_part(total, part, alone=alone)
+            else:
+                totals.append(self._sum(total))
+                found.append(part)
+        if not totals:
+            return
+        if into[0].chunk.tensor.is_output:
+            fold_each_(totals, found)
+        else:
+            add_(tuple(chain(*totals)), tuple(chain(*found)))
 
     def put_rows(self, chunk: Chunk, part: Tensors) -> None:
         """Keep the whole gradient of rows of which others have the rest (plan.casts)."""

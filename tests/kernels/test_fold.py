@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 import warnings
+from collections.abc import Sequence
 from types import ModuleType
 
 import pytest
@@ -160,8 +161,12 @@ def test_triton_is_tried_by_compiling_once(broken: str, monkeypatch: pytest.Monk
         for x, part in zip(into, parts, strict=True):
             x.add_(part)
 
+    def folded(totals: Sequence[Part], parts: Sequence[Part]) -> None:
+        for total, part in zip(totals, parts, strict=True):
+            fold.fold_unfused_(*total, *part)
+
     module = ModuleType("sp_bench.kernels.fold_triton")
-    vars(module).update(fold_fused_=fused, sum_fused_=summed)
+    vars(module).update(fold_fused_=fused, folds_fused_=folded, sums_fused_=summed)
     monkeypatch.setitem(sys.modules, "sp_bench.kernels.fold_triton", module)
     fold.triton_fails.cache_clear()
     with warnings.catch_warnings(record=True) as said:

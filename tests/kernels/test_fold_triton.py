@@ -212,14 +212,14 @@ def test_fold_takes_it_on_cuda_where_triton_is_installed(monkeypatch: pytest.Mon
 @pytest.fixture
 def summed(fused: Callable) -> Callable[..., None]:
     """Sums and casts, interpreted on CPU tensors."""
-    return vars(sys.modules[MODULE])["sum_fused_"]
+    return vars(sys.modules[MODULE])["sums_fused_"]
 
 
 @settings(max_examples=25, deadline=None)
-@given(shapes, st.sampled_from(NARROW), st.booleans(), st.integers(1, 2))
+@given(shapes, st.sampled_from(NARROW), st.booleans(), st.integers(1, 4))
 def test_sums_and_casts(fused: Callable, shape: Shape, dtype: torch.dtype, adds: bool, pairs: int) -> None:
     """Rounded once from the exact sum, of one tensor or of two, whose neighbours in memory stay as they are."""
-    summed = vars(sys.modules[MODULE])["sum_fused_"]
+    summed = vars(sys.modules[MODULE])["sums_fused_"]
     source = torch.Generator().manual_seed(sum(shape))
     holders = [torch.randn(shape[0], shape[1] + 2, *shape[2:], generator=source) for _ in range(pairs)]
     parts = [torch.randn(shape, generator=source).to(dtype) for _ in range(pairs)]
@@ -242,6 +242,43 @@ def test_strided_slices_become_contiguous(summed: Callable[..., None], monkeypat
         assert all(each.is_contiguous() and torch.equal(each, x.float()) for each in found)
     whole = (torch.zeros(2, 3),)
     assert fold.packed_in(whole, torch.float32) is whole
+
+
+@settings(max_examples=20, deadline=None)
+@given(shapes, st.sampled_from(NARROW), st.sampled_from([0.0, 0.5, 1.0]), st.integers(2, 4))
+def test_several_folds_are_each_its_own(
+    fused: Callable, shape: Shape, dtype: torch.dtype, blind: float, results: int
+) -> None:
+    """In every bit what one kernel for each gives, and near the exact fold, of parts of one result."""
+    totals = [a_part(seed, shape, torch.float32, blind) for seed in range(results)]
+    parts = [a_part(10 + seed, shape, dtype, blind) for seed in range(results)]
+    whole_out, whole_lse = (torch.cat([part[i] for part in parts], dim=1 + i) for i in (0, 1))
+    tokens = shape[1]
+    cut = [(whole_out.narrow(1, i * tokens, tokens), whole_lse.narrow(2, i * tokens, tokens)) for i in range(results)]
+    exact = [in_fp64(*total, part) for total, part in zip(totals, parts, strict=True)]
+    one_by_one = [(out.clone(), lse.clone()) for out, lse in totals]
+    for total, part in zip(one_by_one, cut, strict=True):
+        fused(*total, *part)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(fold, "fused_on", lambda device: sys.modules[MODULE])
+        fold.fold_each_(totals, cut)
+    for total, other, wanted in zip(totals, one_by_one, exact, strict=True):
+        assert torch.equal(total[0], other[0]) and torch.equal(total[1], other[1])
+        torch.testing.assert_close(total[0].double(), wanted[0], rtol=0, atol=2e-6)
+        torch.testing.assert_close(total[1].double(), wanted[1], rtol=2e-7, atol=2e-7)
+
+
+def test_folds_that_differ_are_folded_one_by_one(fused: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[MODULE]
+    monkeypatch.setattr(fold, "fused_on", lambda device: module)
+    monkeypatch.setattr(module, "folds_fused_", lambda *given: pytest.fail("they are not alike"))
+    shapes_of = (1, 5, 2, 8), (1, 6, 2, 8)
+    totals = [a_part(i, shape, torch.float32, 0.2) for i, shape in enumerate(shapes_of)]
+    parts = [a_part(10 + i, shape, torch.bfloat16, 0.2) for i, shape in enumerate(shapes_of)]
+    exact = [in_fp64(*total, part) for total, part in zip(totals, parts, strict=True)]
+    fold.fold_each_(totals, parts)
+    for total, wanted in zip(totals, exact, strict=True):
+        torch.testing.assert_close(total[0].double(), wanted[0], rtol=0, atol=2e-6)
 
 
 def test_gradients_are_added_alike_with_and_without_triton(
@@ -271,24 +308,26 @@ def test_a_second_launch_is_what_triton_would_launch(monkeypatch: pytest.MonkeyP
             out, lse = memory[offset:][: tokens * 16].view(1, tokens, 2, 8), torch.zeros(1, 2, tokens)
             module.fold_fused_(out, lse, out.to(dtype), lse)
             fold_given = launched[0]
-            module.sum_fused_((out, out), (out.to(dtype),) * 2, adds=True)
-            return fold_given, launched[0]
+            module.sums_fused_((out, out), (out.to(dtype),) * 2, adds=True)
+            sum_given = launched[0]
+            module.folds_fused_(((out, lse), (out, lse)), ((out.to(dtype), lse),) * 2)
+            return fold_given, sum_given, launched[0]
 
         for key in ((0, 5, torch.bfloat16), (1, 5, torch.bfloat16), (0, 16, torch.float32), (4, 1, torch.float16)):
             module._launches.clear()
             first, second = launch(*key), launch(*key)
-            assert len(module._launches) == 2
+            assert len(module._launches) == 3
             for one, other in zip(first, second, strict=True):
-                plain = [(a, b) for a, b in zip(one, other, strict=True) if not isinstance(a, Tensor)]
-                assert all(a == b or b is None for a, b in plain)
-                assert [b is None for _, b in plain].count(True) == 3
-                assert all(map(_alike, one, other))
+                assert [x is None for x in other].count(True) == 3
+                assert all(_alike(a, b) for a, b in zip(one, other, strict=True) if b is not None)
 
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two arguments of launches are the same, tensors in size and place in memory."""
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
     if not isinstance(one, Tensor):
-        return True
+        return one == other
     return (one.shape, one.stride(), one.dtype, one.data_ptr() % 16) == (
         other.shape, other.stride(), other.dtype, other.data_ptr() % 16,
     )  # fmt: skip
