@@ -131,7 +131,7 @@ def _launch(key: tuple[Hashable, ...], kernel: Any, given: Sequence[Any], plan: 
         run(*how[0], driver.active.get_current_stream(device), *how[1:], *given, *numbers)
         return
     grid, numbers = plan()
-    compiled = kernel[grid](*given, *numbers)
+    compiled = kernel[grid](*given, *numbers, enable_fp_fusion=True)  # as until triton 3.10
     if compiled is not None:  # None in triton's interpreter
         without_hooks = (None, None, None)
         _launches[key] = compiled.run, (grid, compiled.function, compiled.packed_metadata, *without_hooks), numbers
