@@ -93,7 +93,7 @@ class StubDevice(HostClock):
         return -1
 
     def lane(self, number: int) -> int:
-        return 1 + number
+        return number
 
     def switch(self, stream: int) -> None:
         """Do nothing."""
@@ -328,6 +328,7 @@ def row(name: str, n: int) -> dict[str, str]:
     return {
         "method": name, "ranks": str(n), "blocks": str(blocks), "transfers": str(transfers),
         "us a block, all": f"{whole[0] / blocks:.0f}", "ring's loop, all": f"{whole[1] / (2 * n):.0f}",
+        "ratio": f"{whole[0] / blocks / (whole[1] / (2 * n)):.2f}",
         "us a block, alone": f"{alone[0] / blocks:.0f}", "ring's loop, blocks": f"{alone[1] / (2 * n):.0f}",
         "us a transfer": f"{sent[0] / transfers:.0f}", "ring's loop, a batch": f"{sent[1] / hops:.0f}",
         "events a block": f"{(asked['mark'] + asked['record']) / blocks:.1f}",

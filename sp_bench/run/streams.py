@@ -340,7 +340,7 @@ class DeviceStreams(Streams):
         for lane in self._lanes:
             wait(lane, begun)
         for (index, lane, waits, awaited, lets_go), call in zip(self._turns, program, strict=True):
-            stream = lane or blocks
+            stream = blocks if lane is None else lane
             for last in waits:
                 wait(stream, ended[last])
             if stream is not here:
