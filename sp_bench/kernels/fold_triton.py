@@ -79,7 +79,7 @@ def _folds_kernel(
     RESULTS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     z = tl.program_id(2).to(tl.int64)
-    for i in tl.static_range(RESULTS):
+    for i in tl.static_range(RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         if z // batch == i:
             _fold_rows(
                 outs[i], lses[i], part_outs[i], part_lses[i], z % batch, tokens, head_dim,
@@ -101,7 +101,7 @@ def _sums_kernel(
     cells = (s < tokens)[:, None] & (d < head_dim)[None, :]
     into_at = b * into_b + h * into_h + s[:, None] * into_s + d[None, :] * into_d
     part_at = b * part_b + h * part_h + s[:, None] * part_s + d[None, :] * part_d
-    for i in tl.static_range(RESULTS):
+    for i in tl.static_range(RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         if z // batch == i:
             x = tl.load(parts[i] + part_at, mask=cells, other=0.0).to(tl.float32)
             if ADDS:
@@ -128,7 +128,8 @@ def _launch(key: tuple[Hashable, ...], kernel: Any, given: Sequence[Any], plan: 
     key = (device, *key, *[x.data_ptr() % ALIGNED for x in tensors])
     if key in _launches:
         run, how, numbers = _launches[key]
-        run(*how[0], driver.active.get_current_stream(device), *how[1:], *given, *numbers)
+        gpu: Any = driver.active
+        run(*how[0], gpu.get_current_stream(device), *how[1:], *given, *numbers)
         return
     grid, numbers = plan()
     compiled = kernel[grid](*given, *numbers, enable_fp_fusion=True)  # as until triton 3.10

@@ -238,7 +238,7 @@ class Progress:
 class _Turn(NamedTuple):
     """An operation in the order of the plan."""
 
-    index: int
+    number: int
     lane: Any
     """Its lane's stream; None for what runs on the blocks' stream."""
     waits: tuple[int, ...]
