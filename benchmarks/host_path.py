@@ -1,22 +1,25 @@
 """The host's time to queue a plan: `python -m benchmarks.host_path [ranks=8,64,256,1024]` prints a table.
 
 One process runs the program of one rank as it does on a GPU, with everything stubbed that a GPU or NCCL would do:
-kernels return empty tensors, streams and events are numbers, torch.distributed takes each batch and returns. Folds are
-torch's operations on tensors of two tokens, as the ring below has them. What is left is Python's and torch's own time.
+kernels return empty tensors, streams and events are numbers, torch.distributed is torch's own with the backend that
+sends nothing (`fake`), and triton compiles its kernels for an H100, and launches nothing. What is left is the time of
+Python, torch and triton.
 
 Beside each plan, in turn with it, runs a loop as ring-flash-attention has it (Zhu 2024), written from its published
-algorithm: each step sends and receives K and V in one batch, calls a kernel and merges out and lse; backward it sends
-the gradients of K and V on a second ring. Blocks alone leave out the transfers of both, transfers alone the blocks.
-Times are medians of REPETITIONS executions of forward and backward, of the thread's own time.
+algorithm: each step sends and receives K and V in one batch, calls a kernel and merges out and lse by torch's
+operations, on tensors of two tokens; backward it sends the gradients of K and V on a second ring. Blocks alone leave
+out the transfers of both, transfers alone the blocks. Times are medians of REPETITIONS executions of forward and
+backward, of the thread's own time.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import median
@@ -25,10 +28,14 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sp_bench.cli.arguments import only_keys, run_command
+from sp_bench.kernels import fold
 from sp_bench.kernels.contract import BlockKernel
 from sp_bench.markdown import of_rows
 from sp_bench.methods import build
@@ -37,7 +44,6 @@ from sp_bench.plan.mask import FULL
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Block, Plan, Transfer
 from sp_bench.plan.problem import Problem
-from sp_bench.run import nccl, transport
 from sp_bench.run.devices import HostClock
 from sp_bench.run.engine import Engine, Saved
 from sp_bench.run.executor import Action
@@ -79,9 +85,9 @@ class StubKernel(BlockKernel):
 class StubDevice(HostClock):
     """A device that does nothing (run.devices.Device), and counts what is asked of it."""
 
+    capturing: bool = False
     finished: Any = None
     asked: Counter[str] = field(default_factory=Counter)
-    _context: Any = field(default_factory=nullcontext)
 
     def current(self) -> int:
         return -1
@@ -89,10 +95,10 @@ class StubDevice(HostClock):
     def lane(self, number: int) -> int:
         return number
 
-    def on(self, stream: int) -> Any:
-        return self._context
+    def switch(self, stream: int) -> None:
+        """Do nothing."""
 
-    def record(self, stream: int) -> int:
+    def record(self, stream: int, event: int | None = None) -> int:
         self.asked["record"] += 1
         return 0
 
@@ -110,40 +116,59 @@ class StubDevice(HostClock):
         """Do nothing: capture has called what it would queue."""
 
 
-class _Work:
-    def wait(self) -> None:
-        """Return at once: nothing was sent."""
+class TritonDriver:
+    """A GPU for triton (triton.runtime.driver) on which nothing is launched."""
+
+    launched: ClassVar[list[tuple]] = []
+    """The arguments of the last launch."""
+    utils = SimpleNamespace(
+        load_binary=lambda *kernel: (0, 0, 0, 0, 1024),
+        unload_module=lambda module: None,
+        get_device_properties=lambda device: {"max_shared_mem": 2**20},
+    )
+
+    @staticmethod
+    def launcher_cls(source: object, metadata: object) -> Callable[..., None]:
+        """What launches a kernel."""
+
+        def launch(*given: Any) -> None:
+            TritonDriver.launched[:] = [given]
+
+        return launch
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
 
 
-def _batch(ops: Sequence[Any]) -> list[_Work]:
-    return [_Work()]
+@contextmanager
+def triton_stubbed() -> Iterator[Any]:
+    """The module of the kernels that GPUs take, which are compiled and not launched; folds of CPU tensors take them."""
+    from triton.runtime import driver
 
-
-def _p2p(operation: object, tensor: Tensor, peer: int = 0, group: object = None, group_peer: int = 0) -> tuple:
-    return (operation, tensor, group, group_peer)
+    fold_triton = importlib.import_module("sp_bench.kernels.fold_triton")
+    with ExitStack() as all_of:
+        all_of.enter_context(patch.object(driver, "_active", TritonDriver()))
+        all_of.enter_context(patch.object(fold, "fused_on", lambda device: fold_triton))
+        yield fold_triton
 
 
 @contextmanager
 def stubbed(rank: int, n: int) -> Iterator[None]:
-    """torch.distributed that takes everything and sends nothing."""
-    work = _Work()
-    dist = SimpleNamespace(
-        isend=lambda: None, irecv=lambda: None, get_rank=lambda group: rank, get_world_size=lambda group: n,
-        P2POp=_p2p, batch_isend_irecv=_batch, all_to_all_single=lambda *args, **how: work,
-    )  # fmt: skip
-
-    @contextmanager
-    def together(group: object, async_ops: bool) -> Iterator[_Work]:
-        yield work
-
-    with ExitStack() as all_of:
-        for module in (nccl, transport):
-            all_of.enter_context(patch.object(module, "dist", dist))
-        for name in ("all_gather_single", "reduce_scatter_single"):
-            all_of.enter_context(patch.object(transport, name, lambda *args, **how: work))
-        all_of.enter_context(patch.object(transport.c10d, "_coalescing_manager", together))
-        all_of.enter_context(patch.object(transport.c10d, "_set_pg_timeout", lambda *timeout: None))
-        yield
+    """torch.distributed of n ranks that takes everything and sends nothing, and triton that launches nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=n)
+    try:
+        with triton_stubbed(), patch.object(c10d, "_set_pg_timeout", lambda *timeout: None):
+            yield
+    finally:
+        dist.destroy_process_group()
 
 
 class PlanStep:
@@ -162,7 +187,7 @@ class PlanStep:
         self.problem, self.device = method.dealt(problem), StubDevice()
         self.transport = NcclTransport(
             None,
-            communicator=lambda *key: _Work(),
+            communicator=lambda *key: dist.group.WORLD,
             timeout=timedelta(minutes=1),
             nodes=[r // 8 for r in range(n)],
         )
@@ -255,13 +280,13 @@ class _Ring:
         if not self._sends:
             return x
         into = torch.empty_like(x)
-        self._ops.append(_p2p("isend", x, self._to, group=None))
-        self._ops.append(_p2p("irecv", into, self._from, group=None))
+        self._ops.append(dist.P2POp(dist.isend, x, self._to))
+        self._ops.append(dist.P2POp(dist.irecv, into, self._from))
         return into
 
     def commit(self) -> None:
         if self._sends:
-            self._works = _batch(self._ops)
+            self._works = dist.batch_isend_irecv(self._ops)
 
     def wait(self) -> None:
         for work in self._works:
@@ -303,6 +328,7 @@ def row(name: str, n: int) -> dict[str, str]:
     return {
         "method": name, "ranks": str(n), "blocks": str(blocks), "transfers": str(transfers),
         "us a block, all": f"{whole[0] / blocks:.0f}", "ring's loop, all": f"{whole[1] / (2 * n):.0f}",
+        "ratio": f"{whole[0] / blocks / (whole[1] / (2 * n)):.2f}",
         "us a block, alone": f"{alone[0] / blocks:.0f}", "ring's loop, blocks": f"{alone[1] / (2 * n):.0f}",
         "us a transfer": f"{sent[0] / transfers:.0f}", "ring's loop, a batch": f"{sent[1] / hops:.0f}",
         "events a block": f"{(asked['mark'] + asked['record']) / blocks:.1f}",

@@ -20,6 +20,7 @@ from sp_bench.cli.timeline import print_timeline
 from sp_bench.point import Outcome
 from sp_bench.records import Record
 from sp_bench.records.interval import interval
+from sp_bench.records.quantities import HOST_BOUND
 from sp_bench.records.timeline import read_timeline
 from sp_bench.records.workloads import model_in_words
 
@@ -108,7 +109,11 @@ def _median(record: Record) -> str:
     digits = 4 if record.measured else 3
     if ends := interval(record).ends:
         text += f" [{', '.join(number(end, digits) for end in ends)}]"
-    return text
+    return text + _host_bound(record)
+
+
+def _host_bound(record: Record) -> str:
+    return ", host-bound" if (record.host_share or 0.0) > HOST_BOUND else ""
 
 
 def _not_validated(*records: Record) -> bool:
@@ -269,7 +274,7 @@ ROWS = (
     Row("  forward", lambda r: _milliseconds(r.forward_ms_median, 5)),
     Row("  backward", lambda r: _milliseconds(r.backward_ms_median, 5)),
     Row("  update", lambda r: _milliseconds(r.update_ms_median, 5)),
-    Row("alone, with copies", lambda r: _milliseconds(r.alone_ms_median), always=True),
+    Row("alone, with copies", lambda r: _milliseconds(r.alone_ms_median) + _host_bound(r), always=True),
     Row("throughput", lambda r: f"{number(r.tokens_per_s, 4)} tokens/s, {number(r.iters_per_s, 4)} iter/s"),
     Row("model FLOP/s for each GPU", lambda r: f"{number(r.tflops_per_gpu, 4)} TFLOP/s"),
     Row("MFU", lambda r: "- (peak not known)" if r.mfu is None else f"{r.mfu:.1%}"),

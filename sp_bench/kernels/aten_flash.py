@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sp_bench.kernels.contract import heads_first
-from sp_bench.kernels.cuda import CudaKernel, unit_stride
+from sp_bench.kernels.cuda import CudaKernel, no_state, unit_stride
 from sp_bench.kernels.pieces import Pieces
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -38,8 +38,8 @@ class AtenFlash(CudaKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = (heads_first(x) for x in (dout, q, k, v, out))
-        # Without dropout nobody reads the state of its generator. No cumulative lengths: all sequences are whole.
-        state = torch.empty(2, dtype=torch.uint64, device=q.device)
+        # No cumulative lengths: all sequences are whole.
+        state = no_state(q.device, (2,), torch.uint64)
         dq, dk, dv = _BACKWARD(
             *tensors, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, causal, state, state
         )
@@ -68,5 +68,5 @@ class AtenFlash(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = (unit_stride(x) for x in (dout, q, k, v, out))
         longest = (max(pieces.q_lengths), max(pieces.kv_lengths))
-        state = torch.empty(2, dtype=torch.uint64, device=q.device)
+        state = no_state(q.device, (2,), torch.uint64)
         return _VARLEN_BACKWARD(*tensors, lse, cu_q, cu_kv, *longest, 0.0, pieces.causal, state, state)

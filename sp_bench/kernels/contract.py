@@ -81,19 +81,24 @@ class BlockKernel(ABC):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RegionKind
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this block, given the *global* out and lse of its rows; shapes and dtypes of q, k, v."""
+        return self.gradients(dout, q, k, v, out, harmless(lse), mask)
+
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RegionKind
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`backward`, given an lse that is `harmless`, which rows of many blocks need but once."""
         _square(q, k, mask)
         if mask is RegionKind.UPPER:
             dout, q, k, v, out = (x.flip(1) for x in (dout, q, k, v, out))
-            dq, dk, dv = self.backward(dout, q, k, v, out, lse.flip(2), RegionKind.CAUSAL)
+            dq, dk, dv = self.gradients(dout, q, k, v, out, lse.flip(2), RegionKind.CAUSAL)
             return dq.flip(1), dk.flip(1), dv.flip(1)
         if mask is not RegionKind.STRICT and q.shape[1] and k.shape[1]:
-            return self._backward(dout, q, k, v, out, _harmless(lse), mask is RegionKind.CAUSAL)
+            return self._backward(dout, q, k, v, out, lse, mask is RegionKind.CAUSAL)
         grads = tuple(torch.zeros_like(x) for x in (q, k, v))
         rows, columns = _seen(q, k, mask)
         if rows.stop > rows.start and columns.stop > columns.start:
-            inner_lse = _harmless(lse[:, :, rows])
             parts = self._backward(
-                dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], inner_lse, True
+                dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, :, rows], True
             )
             for grad, part, part_slice in zip(grads, parts, (rows, columns, columns), strict=True):
                 grad[:, part_slice] = part
@@ -112,11 +117,10 @@ class BlockKernel(ABC):
         out, lse = self._forward(_stacked(q, pieces), _stacked(k, pieces), _stacked(v, pieces), pieces.causal)
         return out.reshape(q.shape), _in_line(lse, pieces)
 
-    def backward_pieces(
+    def gradients_of_pieces(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`backward` of pieces: all tensors are gathered, and so are (dq, dk, dv)."""
-        lse = _harmless(lse)
+        """`gradients` of pieces: all tensors are gathered, and so are (dq, dk, dv)."""
         if self.takes_varlen(q.shape[3]):
             cu_q, cu_kv = pieces.cumulative(len(q))
             flat_dout, flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
@@ -190,7 +194,6 @@ def _square(q: Tensor, k: Tensor, mask: RegionKind) -> None:
         raise ValueError(f"{q.shape[1]} queries and {k.shape[1]} keys: a {mask.value} block must be square")
 
 
-def _harmless(lse: Tensor) -> Tensor:
+def harmless(lse: Tensor) -> Tensor:
     """The lse with -inf as +inf: exp(score - lse) is then 0 in a row that saw no key, not NaN."""
-    # A single operation, as it is timed with every block.
     return torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf)

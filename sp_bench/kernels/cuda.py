@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -71,6 +72,11 @@ class CudaKernel(BlockKernel):
             return str(error)
         return ""
 
+    @cached_property
+    def functions(self) -> Any:
+        """Its `module`, looked up once: to look it up takes longer than to launch a kernel."""
+        return self.module()
+
     @classmethod
     def module(cls) -> Any:
         """The imported package. Raises RequestError if it can't be imported."""
@@ -95,6 +101,20 @@ def _stands_in(module: ModuleType, package: str) -> bool:
 def deterministic() -> bool:
     """Whether torch.use_deterministic_algorithms is on: backends that have a deterministic backward then use it."""
     return torch.are_deterministic_algorithms_enabled()
+
+
+def beneath(function: Any) -> Any:
+    """The function that torch.library.custom_op wraps; the function itself, if none does.
+
+    The wrapper is for autograd and compilers, of which a block has neither, and takes longer than a launch.
+    """
+    return getattr(function, "_init_fn", function)
+
+
+@cache
+def no_state(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What stands for the state of a generator, which nobody reads without dropout."""
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def unit_stride(x: Tensor) -> Tensor:

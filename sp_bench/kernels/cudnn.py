@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sp_bench.kernels.contract import heads_first
-from sp_bench.kernels.cuda import CudaKernel, deterministic
+from sp_bench.kernels.cuda import CudaKernel, deterministic, no_state
 from sp_bench.kernels.reference import Reference
 
 _FORWARD = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -52,8 +52,7 @@ class Cudnn(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if k.shape[1] == 1:
             return _ONE_KEY._backward(dout, q, k, v, out, lse, causal)
-        # The generator's state is not read without dropout.
-        state = torch.empty((), dtype=torch.int64, device=q.device)
+        state = no_state(q.device, (), torch.int64)
         dq, dk, dv = _BACKWARD(
             *(heads_first(x) for x in (dout, q, k, v, out)),
             logsumexp=lse.contiguous().unsqueeze(3),

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
+from sp_bench.kernels.cuda import CudaKernel, beneath, deterministic, unit_stride
 from sp_bench.kernels.pieces import Pieces
 
 
@@ -26,7 +26,7 @@ class FlashAttn(CudaKernel):
     varlen = True
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.module()._flash_attn_forward(
+        out, lse, *_ = beneath(self.functions._flash_attn_forward)(
             *(unit_stride(x) for x in (q, k, v)),
             dropout_p=0.0,
             softmax_scale=1 / math.sqrt(q.shape[3]),
@@ -44,7 +44,7 @@ class FlashAttn(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        self.module()._flash_attn_backward(
+        beneath(self.functions._flash_attn_backward)(
             dout,
             q,
             k,
@@ -68,7 +68,7 @@ class FlashAttn(CudaKernel):
     def _forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, cu_q: Tensor, cu_kv: Tensor
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.module()._flash_attn_varlen_forward(
+        out, lse, *_ = beneath(self.functions._flash_attn_varlen_forward)(
             *(unit_stride(x) for x in (q, k, v)),
             cu_q,
             cu_kv,
@@ -94,7 +94,7 @@ class FlashAttn(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        self.module()._flash_attn_varlen_backward(
+        beneath(self.functions._flash_attn_varlen_backward)(
             dout,
             q,
             k,

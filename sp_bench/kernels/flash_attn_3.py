@@ -49,7 +49,7 @@ class FlashAttn3(CudaKernel):
         return f"its deterministic backward takes a head_dim of at most 192, not {head_dim}" if head_dim > 192 else ""
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(
+        out, lse, *_ = self.functions.fwd.default(
             *(unit_stride(x) for x in (q, k, v)),
             softmax_scale=1 / math.sqrt(q.shape[3]),
             is_causal=causal,
@@ -63,7 +63,7 @@ class FlashAttn3(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        torch.ops.flash_attn_3.bwd(
+        self.functions.bwd.default(
             dout,
             q,
             k,
@@ -83,7 +83,7 @@ class FlashAttn3(CudaKernel):
     def _forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, cu_q: Tensor, cu_kv: Tensor
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(
+        out, lse, *_ = self.functions.fwd.default(
             *(unit_stride(x) for x in (q, k, v)),
             cu_seqlens_q=cu_q,
             cu_seqlens_k=cu_kv,
@@ -110,7 +110,7 @@ class FlashAttn3(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        torch.ops.flash_attn_3.bwd(
+        self.functions.bwd.default(
             dout,
             q,
             k,

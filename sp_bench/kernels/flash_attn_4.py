@@ -66,7 +66,7 @@ class FlashAttn4(CudaKernel):
         return super().takes_varlen(head_dim) and head_dim % 32 == 0
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.module()._flash_attn_fwd(
+        out, lse, *_ = self.functions._flash_attn_fwd(
             *(unit_stride(x) for x in (q, k, v)),
             softmax_scale=1 / math.sqrt(q.shape[3]),
             causal=causal,
@@ -77,7 +77,7 @@ class FlashAttn4(CudaKernel):
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv, *_ = self.module()._flash_attn_bwd(
+        dq, dk, dv, *_ = self.functions._flash_attn_bwd(
             *(unit_stride(x) for x in (q, k, v, out, dout)),
             lse.contiguous(),
             softmax_scale=1 / math.sqrt(q.shape[3]),
@@ -89,7 +89,7 @@ class FlashAttn4(CudaKernel):
     def _forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, cu_q: Tensor, cu_kv: Tensor
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.module()._flash_attn_fwd(
+        out, lse, *_ = self.functions._flash_attn_fwd(
             *(unit_stride(x) for x in (q, k, v)),
             softmax_scale=1 / math.sqrt(q.shape[2]),
             causal=pieces.causal,
@@ -113,7 +113,7 @@ class FlashAttn4(CudaKernel):
         cu_q: Tensor,
         cu_kv: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv, *_ = self.module()._flash_attn_bwd(
+        dq, dk, dv, *_ = self.functions._flash_attn_bwd(
             *(unit_stride(x) for x in (q, k, v, out, dout)),
             lse,
             softmax_scale=1 / math.sqrt(q.shape[2]),

@@ -1,16 +1,21 @@
-"""Fold a partial output into an accumulator, in place."""
+"""Fold partial outputs into accumulators, and add gradients to them: on GPUs in one kernel each."""
 
 from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 PACKAGES = {"triton": "triton"}
 """The modules besides torch's that folds call, with the distribution that each is installed by."""
+Tensors = tuple[Tensor, ...]
+Pair = tuple[Tensor, Tensor]
+"""(out_BSHD, lse_BHS)."""
 _LEAST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.float64)}
 """The lowest finite number of each dtype of an lse."""
 
@@ -24,12 +29,22 @@ def fold_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
 
     On CUDA, accumulators in fp32 are folded by one kernel, where triton can compile it (fold_triton.py).
     """
-    if out.is_cuda and out.dtype == torch.float32 and _has_triton() and not triton_fails(out.device):
-        from sp_bench.kernels.fold_triton import fold_fused_
-
-        fold_fused_(out, lse, part_out, part_lse)
+    if out.dtype == torch.float32 and (fused := fused_on(out.device)):
+        fused.fold_fused_(out, lse, part_out, part_lse)
     else:
         fold_unfused_(out, lse, part_out, part_lse)
+
+
+def fused_on(device: torch.device) -> Any:
+    """The module of the kernels that fold and add on a GPU, where triton can compile them; else None."""
+    return _fused_on(device) if device.type == "cuda" else None
+
+
+@cache
+def _fused_on(device: torch.device) -> Any:
+    if not _has_triton() or triton_fails(device):
+        return None
+    return importlib.import_module("sp_bench.kernels.fold_triton")
 
 
 def fold_unfused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
@@ -43,6 +58,45 @@ def fold_unfused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) 
     # Rows that saw no key on either side get weight 0. Any other lse that is not finite must show in the result.
     weight = torch.sub(part_lse, lse.clamp_min(_LEAST[lse.dtype])).exp_()
     out.lerp_(in_dtype(part_out, out.dtype), weight.transpose(1, 2).unsqueeze(-1))
+
+
+def add_(totals: Tensors, parts: Tensors) -> None:
+    """Add gradients_BSHD to their sums, in place: those of a chunk in one kernel on CUDA, casts included."""
+    x = totals[0]
+    if x.dtype == torch.float32 and (fused := fused_on(x.device)) and _alike(totals) and _alike(parts):
+        fused.sums_fused_(totals, parts, adds=True)
+    elif len(totals) == 1:
+        totals[0].add_(parts[0])
+    else:
+        torch._foreach_add_(totals, parts)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def packed_in(parts: Tensors, dtype: torch.dtype) -> Tensors:
+    """x_BSHD in that dtype, contiguous: x itself if it is so, else on CUDA by one kernel for all of a chunk."""
+    if all(x.dtype == dtype and x.is_contiguous() for x in parts):
+        return parts
+    if dtype == torch.float32 and (fused := fused_on(parts[0].device)) and _alike(parts):
+        made = tuple([torch.empty(x.shape, dtype=dtype, device=x.device) for x in parts])
+        fused.sums_fused_(made, parts, adds=False)
+        return made
+    return tuple([in_dtype(x, dtype).contiguous() for x in parts])
+
+
+def fold_each_(totals: Sequence[Pair], parts: Sequence[Pair]) -> None:
+    """`fold_` of several parts, each into an accumulator of its own: on CUDA in one kernel, if all are alike."""
+    out = totals[0][0]
+    fused = fused_on(out.device) if len(totals) > 1 and out.dtype == torch.float32 else None
+    if fused and all(_alike(x) for pairs in (totals, parts) for x in zip(*pairs, strict=True)):
+        fused.folds_fused_(totals, parts)
+        return
+    for total, part in zip(totals, parts, strict=True):
+        fold_(*total, *part)
+
+
+def _alike(tensors: Tensors) -> bool:
+    """Whether one kernel takes them as they are: all have one shape, dtype and order in memory."""
+    x = tensors[0]
+    return all(y.shape == x.shape and y.dtype == x.dtype and y.stride() == x.stride() for y in tensors[1:])
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,17 +120,27 @@ def fold_notes(device: torch.device) -> tuple[str, ...]:
 
 @cache
 def triton_fails(device: torch.device) -> str:
-    """Why triton can't compile and run the fold there; empty if it can. Tried once.
+    """Why triton can't compile and run folds and sums there; empty if it can. Tried once, each twice.
 
-    It needs a compiler, and a ptxas for the GPU.
+    It needs a compiler, and a ptxas for the GPU. The second launch of a kernel goes past triton's own function.
     """
-    from sp_bench.kernels.fold_triton import fold_fused_
+    from sp_bench.kernels.fold_triton import fold_fused_, folds_fused_, sums_fused_
 
-    out, lse = torch.zeros(1, 1, 1, 16, device=device), torch.zeros(1, 1, 1, device=device)
-    why = "its result is not finite"
+    part = torch.ones(1, 3, 1, 16, device=device, dtype=torch.bfloat16), torch.ones(1, 1, 3, device=device)
+    found = torch.zeros(1, 3, 1, 16, device=device), torch.ones(1, 1, 3, device=device)
+    others, wanted, wanted_others = ((found[0].clone(), found[1].clone()) for _ in range(3))
+    sums = torch.zeros_like(found[0]), torch.zeros_like(found[0])
+    why = "its result is wrong"
     try:
-        fold_fused_(out, lse, out.to(torch.bfloat16), lse.clone())
-        if lse.isfinite().all():
+        for _ in range(2):
+            fold_fused_(*found, *part)
+            folds_fused_((found, others), (part, part))
+            for _ in range(2):
+                fold_unfused_(*wanted, *part)
+            fold_unfused_(*wanted_others, *part)
+            sums_fused_(sums, (part[0], part[0]), adds=True)
+        wanted += (*wanted_others, 2 * part[0].float(), 2 * part[0].float())
+        if all(map(torch.allclose, (*found, *others, *sums), wanted)):
             return ""
     except Exception as error:
         why = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The fold as one Triton kernel, which reads and writes everything once. Importing this module imports triton.
+"""Folds, sums and casts as one Triton kernel each, which reads and writes everything once. It imports triton.
 
 A program folds some tokens of one head of one batch entry. The head_dim elements of a row are contiguous, and so are
 the statistics of the tokens, as tokens are the last dimension of lse_BHS.
@@ -6,24 +6,34 @@ the statistics of the tokens, as tokens are the last dimension of lse_BHS.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 ELEMENTS = 4096
 """Accumulator elements of one program: 32 for each thread of its four warps."""
+FOLD, FOLDS, SUMS = range(3)
+"""The kernels, in keys."""
+Pair = tuple[Tensor, Tensor]
+ALIGNED = 16
+"""Triton compiles anew for addresses that are no multiple of so many bytes."""
 
 
 @triton.jit
-def _fold_kernel(
-    out, lse, part_out, part_lse, tokens, head_dim,
+def _fold_rows(
+    out, lse, part_out, part_lse, b, tokens, head_dim,
     out_b, out_s, out_h, out_d, lse_b, lse_h, lse_s,
     part_b, part_s, part_h, part_d, part_lse_b, part_lse_h, part_lse_s,
     TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     # Offsets in 64 bits: a million tokens of 32 heads of 128 are 2^32 elements.
-    b, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64)
     s = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     d = tl.arange(0, HEAD_DIM).to(tl.int64)
     rows = s < tokens
@@ -47,22 +57,149 @@ def _fold_kernel(
     tl.store(lse_at, total, mask=rows)
 
 
+@triton.jit
+def _fold_kernel(
+    out, lse, part_out, part_lse, tokens, head_dim,
+    out_b, out_s, out_h, out_d, lse_b, lse_h, lse_s,
+    part_b, part_s, part_h, part_d, part_lse_b, part_lse_h, part_lse_s,
+    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    _fold_rows(
+        out, lse, part_out, part_lse, tl.program_id(2).to(tl.int64), tokens, head_dim,
+        out_b, out_s, out_h, out_d, lse_b, lse_h, lse_s,
+        part_b, part_s, part_h, part_d, part_lse_b, part_lse_h, part_lse_s, TOKENS, HEAD_DIM,
+    )  # fmt: skip
+
+
+@triton.jit
+def _folds_kernel(
+    outs, lses, part_outs, part_lses, batch, tokens, head_dim,
+    out_b, out_s, out_h, out_d, lse_b, lse_h, lse_s,
+    part_b, part_s, part_h, part_d, part_lse_b, part_lse_h, part_lse_s,
+    RESULTS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    z = tl.program_id(2).to(tl.int64)
+    for i in tl.static_range(RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
+        if z // batch == i:
+            _fold_rows(
+                outs[i], lses[i], part_outs[i], part_lses[i], z % batch, tokens, head_dim,
+                out_b, out_s, out_h, out_d, lse_b, lse_h, lse_s,
+                part_b, part_s, part_h, part_d, part_lse_b, part_lse_h, part_lse_s, TOKENS, HEAD_DIM,
+            )  # fmt: skip
+
+
+@triton.jit
+def _sums_kernel(
+    intos, parts, batch, tokens, head_dim,
+    into_b, into_s, into_h, into_d, part_b, part_s, part_h, part_d,
+    RESULTS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    z, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    b = z % batch
+    s = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    d = tl.arange(0, HEAD_DIM).to(tl.int64)
+    cells = (s < tokens)[:, None] & (d < head_dim)[None, :]
+    into_at = b * into_b + h * into_h + s[:, None] * into_s + d[None, :] * into_d
+    part_at = b * part_b + h * part_h + s[:, None] * part_s + d[None, :] * part_d
+    for i in tl.static_range(RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
+        if z // batch == i:
+            x = tl.load(parts[i] + part_at, mask=cells, other=0.0).to(tl.float32)
+            if ADDS:
+                x += tl.load(intos[i] + into_at, mask=cells, other=0.0)
+            tl.store(intos[i] + into_at, x, mask=cells)
+
+
+_launches: dict[Hashable, tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = {}
+"""(what launches a compiled kernel, its arguments before and behind the tensors), by all that triton compiles for:
+shapes, strides, dtypes and alignment. triton's own function works these out at each launch, for five times as long."""
+
+
+def _launch(key: tuple[Hashable, ...], kernel: Any, given: Sequence[Any], plan: Callable[[], Any]) -> None:
+    """Launch a kernel on tensors, or tuples of them; `plan` tells its grid and its other arguments.
+
+    These depend on the key alone.
+    """
+    tensors = given if isinstance(given[0], Tensor) else list(chain(*given))
+    device = tensors[0].get_device()  # -1 of a CPU, in triton's interpreter
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):  # triton launches on the current device
+            _launch(key, kernel, given, plan)
+        return
+    key = (device, *key, *[x.data_ptr() % ALIGNED for x in tensors])
+    if key in _launches:
+        run, how, numbers = _launches[key]
+        gpu: Any = driver.active
+        run(*how[0], gpu.get_current_stream(device), *how[1:], *given, *numbers)
+        return
+    grid, numbers = plan()
+    compiled = kernel[grid](*given, *numbers, enable_fp_fusion=True)  # as until triton 3.10
+    if compiled is not None:  # None in triton's interpreter
+        without_hooks = (None, None, None)
+        _launches[key] = compiled.run, (grid, compiled.function, compiled.packed_metadata, *without_hooks), numbers
+
+
 def fold_fused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """`fold_` in one kernel; out, lse and part_lse in fp32, part_out in fp32, bf16 or fp16, any strides.
 
     The new lse is within 2^-23 and a rounding of torch.logaddexp's. Raises ValueError for other dtypes.
     """
-    if {out.dtype, lse.dtype, part_lse.dtype} != {torch.float32}:
+    if not out.dtype == lse.dtype == part_lse.dtype == torch.float32:
         raise ValueError(f"accumulators of {out.dtype}, {lse.dtype}, {part_lse.dtype}: the fused fold is for float32")
-    batch, tokens, heads, head_dim = out.shape
     if not out.numel():
         return
+    strides = out.stride(), lse.stride(), part_out.stride(), part_lse.stride()
+
+    def plan() -> Any:
+        batch, tokens, heads, head_dim = out.shape
+        at_once, padded = _rows_at_once(head_dim)
+        numbers = (tokens, head_dim, *chain(*strides), at_once, padded)
+        return (triton.cdiv(tokens, at_once), heads, batch), numbers
+
+    _launch((FOLD, out.shape, *strides, part_out.dtype), _fold_kernel, (out, lse, part_out, part_lse), plan)
+
+
+def folds_fused_(totals: Sequence[Pair], parts: Sequence[Pair]) -> None:
+    """`fold_fused_` of several (out_BSHD, lse_BHS) in one kernel. All must be alike in shapes, strides and dtypes."""
+    (out, lse), (part_out, part_lse) = totals[0], parts[0]
+    if not out.dtype == lse.dtype == part_lse.dtype == torch.float32:
+        raise ValueError(f"accumulators of {out.dtype}, {lse.dtype}, {part_lse.dtype}: the fused fold is for float32")
+    if not out.numel():
+        return
+    strides = out.stride(), lse.stride(), part_out.stride(), part_lse.stride()
+
+    def plan() -> Any:
+        batch, tokens, heads, head_dim = out.shape
+        at_once, padded = _rows_at_once(head_dim)
+        numbers = (batch, tokens, head_dim, *chain(*strides), len(totals), at_once, padded)
+        return (triton.cdiv(tokens, at_once), heads, batch * len(totals)), numbers
+
+    given = (*zip(*totals, strict=True), *zip(*parts, strict=True))
+    _launch((FOLDS, len(totals), out.shape, *strides, part_out.dtype), _folds_kernel, given, plan)
+
+
+def sums_fused_(into: Sequence[Tensor], parts: Sequence[Tensor], *, adds: bool) -> None:
+    """Add to tensors x_BSHD in fp32, or overwrite them, in one kernel: into += parts, or into = parts.
+
+    All must be alike in shapes, strides and dtypes. Raises ValueError for sums of other dtypes.
+    """
+    x, part = into[0], parts[0]
+    if x.dtype != torch.float32:
+        raise ValueError(f"sums of {x.dtype}: the fused sum is for float32")
+    if not x.numel():
+        return
+    strides = x.stride(), part.stride()
+
+    def plan() -> Any:
+        batch, tokens, heads, head_dim = x.shape
+        at_once, padded = _rows_at_once(head_dim)
+        numbers = (batch, tokens, head_dim, *chain(*strides), len(into), at_once, padded, adds)
+        return (triton.cdiv(tokens, at_once), heads, batch * len(into)), numbers
+
+    key = (SUMS, len(into), x.shape, *strides, part.dtype, adds)
+    _launch(key, _sums_kernel, (tuple(into), tuple(parts)), plan)
+
+
+def _rows_at_once(head_dim: int) -> tuple[int, int]:
+    """(tokens of a program, head_dim rounded up to a power of two)."""
     padded = triton.next_power_of_2(head_dim)
-    at_once = max(1, ELEMENTS // padded)
-    # triton launches on the current device, which may not be the tensors' device.
-    with torch.cuda.device_of(out):
-        _fold_kernel[triton.cdiv(tokens, at_once), heads, batch](
-            out, lse, part_out, part_lse, tokens, head_dim,
-            *out.stride(), *lse.stride(), *part_out.stride(), *part_lse.stride(),
-            TOKENS=at_once, HEAD_DIM=padded,  # pyright: ignore[reportArgumentType]
-        )  # fmt: skip
+    return max(1, ELEMENTS // padded), padded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +60,8 @@ class TransportOptions:
     """Whether buffers are allocated by NCCL and registered with the lanes' communicators."""
     cta_policy: str | None = None
     """NCCL's policy for the SMs that its kernels take: default, efficiency or zero; None leaves it to NCCL."""
-    cuda_graph: bool = False
-    """Whether each phase of a step is captured once, and then replayed."""
+    cuda_graph: bool | Literal["auto"] = False
+    """Whether each phase of a step is captured once, and then replayed; auto: where that works."""
 
     def kind(self, *, on_cpu: bool) -> TransportKind:
         """The kind that plans are lowered for."""
@@ -71,7 +72,7 @@ class TransportOptions:
         words = [self.kind(on_cpu=on_cpu).name]
         words += ["registered buffers"] if self.registered_buffers else []
         words += [f"cta_policy={self.cta_policy}"] if self.cta_policy else []
-        words += ["CUDA graph"] if self.cuda_graph else []
+        words += [f"CUDA graph{' where it can be' * (self.cuda_graph == 'auto')}"] if self.cuda_graph else []
         return ", ".join(words)
 
 

@@ -19,7 +19,6 @@ from sp_bench.point.timed import (
     breakdown_alone,
     cores,
     exposed,
-    host_bound,
     interface_bytes,
     memory,
     sent_per_gpu,
@@ -28,6 +27,7 @@ from sp_bench.point.timed import (
     timing_alone,
     traffic_of_peer,
     training_step,
+    with_host_share,
 )
 from sp_bench.records.quantities import Breakdown, Exactness, Setup
 from sp_bench.records.record import Part
@@ -68,7 +68,8 @@ def outcome_of(
     held = memory(plans.memory, ranks)
     if request.alone:
         alone, inside = timing_alone(samples), breakdown_alone(request, samples, ranks)
-        notes += host_bound(inside, alone.alone_ms_median, ranks)
+        inside, remarks = with_host_share(inside, alone.alone_ms_median, ranks)
+        notes += remarks
         found: list[Part] = [alone, inside, plans.traffic, held]
     else:
         machines = [rank.machine for rank in ranks]
@@ -77,7 +78,8 @@ def outcome_of(
         assert times.step_ms_median is not None
         inside = breakdown(request, samples, ranks) if choice else Breakdown()
         inside, remarks = exposed(inside, times.step_ms_median)
-        notes += [*remarks, *host_bound(inside, times.step_ms_median, ranks)]
+        inside, queued = with_host_share(inside, times.step_ms_median, ranks)
+        notes += [*remarks, *queued]
         traffic = replace(plans.traffic, comm_bytes_per_gpu=sent_per_gpu(ranks)) if choice else traffic_of_peer(ranks)
         traffic = replace(traffic, interface_bytes_per_gpu=interface_bytes(ranks, hosts))
         found = [times, cores(inside, samples, machines), traffic, held]

@@ -22,7 +22,7 @@ from sp_bench.measure.stats import rank_medians_ms, slowest_ms, summarise
 from sp_bench.plan.method import PHASES
 from sp_bench.point.counted import by_lane, plain
 from sp_bench.point.request import Request
-from sp_bench.records.quantities import Breakdown, Memory, Timing, Traffic, TrainingStep
+from sp_bench.records.quantities import HOST_BOUND, Breakdown, Memory, Timing, Traffic, TrainingStep
 from sp_bench.records.timeline import MeasuredTimeline
 
 
@@ -91,19 +91,21 @@ def exposed(found: Breakdown, step_ms: float) -> tuple[Breakdown, list[str]]:
     return replace(found, exposed_comm_ms=max(-over_ms, 0.0)), notes
 
 
-HOST_BOUND = 0.8
-"""The share of a step from which on its host time is said to bound it: the GPU may wait for what is queued."""
+def with_host_share(
+    found: Breakdown, step_ms: float | None, ranks: Sequence[RankResult]
+) -> tuple[Breakdown, list[str]]:
+    """`found` with the share of their step, or of their time alone, that ranks on GPUs take to queue it, if they say.
 
-
-def host_bound(found: Breakdown, step_ms: float | None, ranks: Sequence[RankResult]) -> list[str]:
-    """A note if ranks on GPUs take most of their step, or of their time alone, to queue it."""
+    And a note if it is most of it.
+    """
     if not any(rank.memory.device_bytes for rank in ranks) or not step_ms or not found.interpreter_ms:
-        return []
-    if (share := found.interpreter_ms / step_ms) <= HOST_BOUND:
-        return []
-    return [
+        return found, []
+    found = replace(found, host_share=(share := found.interpreter_ms / step_ms))
+    if share <= HOST_BOUND:
+        return found, []
+    return found, [
         f"host-bound: queueing the step takes {share:.0%} of it, so that it may be the host's time and not the GPU's;"
-        " cuda_graph=true replays an attention step in one launch"
+        " cuda_graph=auto replays an attention step in one launch"
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from sp_bench.cluster import Cluster
@@ -27,7 +28,7 @@ class TransportKeys(Section, frozen=True, kw_only=True):
     transport: Literal["auto", "gloo", "shared_memory", "nccl", "symmetric_memory"]
     registered_buffers: bool
     cta_policy: Literal["default", "efficiency", "zero"] | None
-    cuda_graph: bool
+    cuda_graph: bool | Literal["auto"]
 
 
 def transport_of(
@@ -41,18 +42,21 @@ def transport_of(
         cta_policy=keys.cta_policy,
         cuda_graph=keys.cuda_graph,
     )
+    simulated = mode.name == "simulate"
+    on_cpu = cluster.cores is not None if simulated else mode.devices.kind == "cpu"
+    workload, notes = str(config["workload"]), []
+    if options.cuda_graph == "auto" and (why := _not_captured(on_cpu=on_cpu, workload=workload, of_a_peer=of_a_peer)):
+        options, notes = replace(options, cuda_graph=False), [f"cuda_graph=auto: nothing is replayed, as {why}"]
     if options == DEFAULT_TRANSPORT:
-        return options, []
+        return options, notes
     value = _first_other(options)
     if of_a_peer:
         raise RequestError(value, "a peer's code has transfers of its own", f"{value.partition('=')[0]} left out works")
-    if mode.alone:
+    if mode.alone and replace(options, cuda_graph=False) != DEFAULT_TRANSPORT:
         raise RequestError(value, "mode=alone transfers nothing", "mode=measure, or mode=simulate, would work")
-    simulated = mode.name == "simulate"
-    on_cpu = cluster.cores is not None if simulated else mode.devices.kind == "cpu"
     _refuse_kind(options, on_cpu=on_cpu, simulated=simulated, cluster=cluster)
-    _refuse_options(options, on_cpu=on_cpu, workload=str(config["workload"]))
-    return options, _notes(options) if simulated else []
+    _refuse_options(options, on_cpu=on_cpu, workload=workload)
+    return options, [*notes, *_notes(options)] if simulated else notes
 
 
 def _first_other(options: TransportOptions) -> str:
@@ -89,11 +93,18 @@ def _refuse_options(options: TransportOptions, *, on_cpu: bool, workload: str) -
     if options.cta_policy == "zero" and not options.registered_buffers:
         rule = "NCCL leaves its collectives to copy engines only between registered buffers"
         raise RequestError(policy, rule, f"{policy} {registered} would work")
-    if options.cuda_graph and on_cpu:
-        raise RequestError("cuda_graph=true", "only work on GPUs can be captured", "cuda_graph=false would work")
-    if options.cuda_graph and workload != "attention":
-        rule = f"a step of workload={workload} waits for the host, which a graph can't"
-        raise RequestError("cuda_graph=true", rule, "workload=attention, or cuda_graph=false, would work")
+    if options.cuda_graph and (why := _not_captured(on_cpu=on_cpu, workload=workload)):
+        other = "workload=attention, or " * (workload != "attention" and not on_cpu)
+        raise RequestError("cuda_graph=true", why, f"{other}cuda_graph=false would work")
+
+
+def _not_captured(*, on_cpu: bool, workload: str, of_a_peer: bool = False) -> str:
+    """Why a point's steps can't be captured; empty if they may."""
+    if on_cpu:
+        return "only work on GPUs can be captured"
+    if of_a_peer:
+        return "a peer's code has transfers of its own"
+    return "" if workload == "attention" else f"a step of workload={workload} waits for the host, which a graph can't"
 
 
 def _notes(options: TransportOptions) -> list[str]:

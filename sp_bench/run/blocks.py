@@ -147,9 +147,9 @@ class Blocks:
                 (q, out, dout, lse), (k, v) = take_q(held, of_q), take_kv(held, of_kv)
                 run.lap(REST)
                 if isinstance(kind, Pieces):
-                    dq, dk, dv = kernel.backward_pieces(dout, q, k, v, out, lse, kind)
+                    dq, dk, dv = kernel.gradients_of_pieces(dout, q, k, v, out, lse, kind)
                 else:
-                    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, kind)
+                    dq, dk, dv = kernel.gradients(dout, q, k, v, out, lse, kind)
                 run.lap(KERNELS)
                 run.see(dq, dk, dv)
                 held.partials.add_gradients(into, (dq,))
@@ -229,7 +229,7 @@ class Blocks:
                     sides = [(call.q, of_queries, results)]
                 else:
                     q, out, dout, lse = queries
-                    results = kernel.backward(dout, q, k, v, out, lse, call.kind)
+                    results = kernel.gradients(dout, q, k, v, out, lse, call.kind)
                     sides = [(call.q, of_queries, results[:1]), (call.kv, of_keys, results[1:])]
                 run.lap(KERNELS)
                 run.see(*queries, k, v, *results)
@@ -241,14 +241,19 @@ class Blocks:
 
     def _fold(self, op: Fold) -> Perform:
         part, into, sums = op.part, op.into, self._sums
+        total, tokens = sums.of(into), sums.of(into).shapes[0][1]
 
         def fold(run: Execution) -> None:
             held = run.holdings
-            if found := held.parts(part):
+            if whole := held.whole(part, tokens):
+                run.lap(WAITS)
+                held.partials.add(total, whole)
+                run.lap(FOLDS)
+            elif found := held.parts(part):
                 run.lap(WAITS)
                 for rows, tensors in found:
-                    total = sums.of(into, rows) if isinstance(rows, range) else sums.at(into, rows)
-                    held.partials.add(total, tensors)
+                    some = sums.of(into, rows) if isinstance(rows, range) else sums.at(into, rows)
+                    held.partials.add(some, tensors)
                 run.lap(FOLDS)
 
         return fold
@@ -315,9 +320,7 @@ def _as_they_are(held: Holdings, tensors: Tensors) -> Tensors:
 
 def _fold_parts(held: Holdings, pieces: UnionPieces, totals: Sequence[Sum], results: Tensors) -> None:
     """Fold the parts of a kernel call's results into the accumulators of their chunks."""
-    parts = zip(*(cut(x, pieces) for x in results), strict=True)
-    for total, part in zip(totals, parts, strict=True):
-        held.partials.add_part(total, part, alone=len(pieces) == 1)
+    held.partials.add_parts(totals, list(zip(*(cut(x, pieces) for x in results), strict=True)))
 
 
 def _by_name(held: Holdings, op: Bundle) -> Tensors:

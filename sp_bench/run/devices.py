@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
@@ -63,6 +62,8 @@ class HostClock:
 class Device(Clock, Protocol):
     """An asynchronous device with streams and events: torch.cuda, or a fake in tests."""
 
+    capturing: bool
+    """Whether what is queued is captured, and nothing of it executed."""
     finished: Any
     """Event at the end of the last execution; None before the first. The next one waits for it to reuse buffers."""
 
@@ -74,12 +75,15 @@ class Device(Clock, Protocol):
         """Return the stream of lane `number`, the same one at every call."""
         ...
 
-    def on(self, stream: Any) -> AbstractContextManager:
-        """Return a context manager that makes `stream` the current one."""
+    def switch(self, stream: Any) -> None:
+        """Make `stream` the current one."""
         ...
 
-    def record(self, stream: Any) -> Any:
-        """Return an event that completes when all work queued on `stream` so far has ended."""
+    def record(self, stream: Any, event: Any = None) -> Any:
+        """Return an event that completes when all work queued on `stream` so far has ended.
+
+        It may be `event`, recorded anew: what waits for that has been told to.
+        """
         ...
 
     def wait(self, stream: Any, event: Any) -> None:
@@ -87,7 +91,10 @@ class Device(Clock, Protocol):
         ...
 
     def capture(self, queue: Callable[[], Result]) -> tuple[Any, Result]:
-        """(a graph of all that `queue` queues, what it returns). Nothing is executed; `queue` must not block."""
+        """(a graph of all that `queue` queues, what it returns). Nothing is executed; `queue` must not block.
+
+        Raises RuntimeError if something can't be captured.
+        """
         ...
 
     def replay(self, graph: Any) -> None:
@@ -99,7 +106,7 @@ class Cuda:
     """One GPU, driven by torch.cuda."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self.capturing = device, False
         self.finished: torch.cuda.Event | None = None
 
     def current(self) -> torch.cuda.Stream:
@@ -108,11 +115,11 @@ class Cuda:
     def lane(self, number: int) -> torch.cuda.Stream:
         return _lane_stream(self._device, number)
 
-    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager:
-        return torch.cuda.stream(stream)
+    def switch(self, stream: torch.cuda.Stream) -> None:
+        torch.cuda.set_stream(stream)
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+    def record(self, stream: torch.cuda.Stream, event: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        event = event or torch.cuda.Event()
         event.record(stream)
         return event
 
@@ -122,11 +129,16 @@ class Cuda:
     def capture(self, queue: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         self.synchronize()
         self.finished = None  # a capture can't wait for an event from outside; everything has ended
-        graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog calls CUDA from its own thread.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = queue()
-        self.finished = None  # that of the capture is no event
+        graph, callers = torch.cuda.CUDAGraph(), self.current()
+        self.capturing = True
+        try:
+            # NCCL's watchdog calls CUDA from its own thread.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                result = queue()
+        finally:
+            self.capturing = False
+            self.switch(callers)  # where a capture fails, torch leaves its stream as the current one
+            self.finished = None  # that of the capture is no event
         return graph, result
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sp_bench.kernels import BlockKernel, choose
+from sp_bench.kernels.contract import harmless
 from sp_bench.kernels.fold import fold_notes
 from sp_bench.lower import lower
 from sp_bench.plan.ops import Chunk, Plan
@@ -77,6 +79,8 @@ class Engine:
         found = self._run("forward", {Q: (q,), KV: (k, v)}, action, live)
         out, *lse = found.pop(O, None) or found.pop(OUT)
         if "backward" in self.plans:
+            lse = [harmless(x) for x in lse]
+            found = {tensor: _with_harmless_lse(tensor, fields) for tensor, fields in found.items()}
             needs = {chunk.tensor for chunk in self.plans["backward"].inputs}
             found |= {KV: (k, v)} if KV in needs else {}
             found |= {Q: (q,)} if Q in needs else {}
@@ -183,3 +187,9 @@ class Engine:
 
     def _cast(self, field: Field, x: Tensor) -> Tensor:
         return x if field.kind is Kind.STATISTIC else x.to(getattr(torch, self.problem.dtype))
+
+
+def _with_harmless_lse(tensor: ChunkTensor, fields: Tensors) -> Tensors:
+    """The fields of a tensor, or of several chunks of it one behind the other, as kernels' gradients take them."""
+    names = [field.name for field in tensor.fields]
+    return tuple([harmless(x) if name == "lse" else x for x, name in zip(fields, cycle(names))])

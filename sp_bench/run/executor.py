@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from enum import Enum
 
 import torch
@@ -94,12 +95,14 @@ class Executor:
         self._lanes.given_results = results or {}
         started = time.perf_counter()
         try:
-            if action is Action.COMPUTE:
-                with self._streams.execution():
-                    for call in program:  # in plan order, which satisfies every wait
-                        call(execution)
-            else:
-                self._run(program, execution, compute=action is Action.EVERYTHING)
+            # Where streams are switched torch makes their device the current one.
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+                if action is Action.COMPUTE:
+                    with self._streams.execution():
+                        for call in program:  # in plan order, which satisfies every wait
+                            call(execution)
+                else:
+                    self._run(program, execution, compute=action is Action.EVERYTHING)
             return {chunk: execution.holdings.packed(chunk) for chunk in self._plan.ends_with}
         finally:
             execution.marks.caller_s = time.perf_counter() - started
@@ -141,8 +144,9 @@ class Executor:
             self._lanes.begin(execution.holdings, compute=compute)
             self._streams.run(program, execution, self._lanes.prepost)
         except BaseException as error:
-            self._transport.give_up(repr(error))
-            self._streams.abandon(execution.holdings)
+            if not self._streams.capturing:  # else nothing was sent
+                self._transport.give_up(repr(error))
+                self._streams.abandon(execution.holdings)
             raise
         execution.lap(WAITS)
 

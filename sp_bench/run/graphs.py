@@ -9,6 +9,7 @@ replay, together.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +48,14 @@ class GraphedEngine:
     Of parts alone too: a replayed step can't be compared with parts that are launched one by one.
     """
 
-    def __init__(self, engine: Engine, device: Device) -> None:
-        self._engine, self._device = engine, device
+    def __init__(self, engine: Engine, device: Device, all_can: Callable[[bool], bool] | None = None) -> None:
+        """With `all_can` phases are launched one by one from when a capture fails, on this rank or another.
+
+        It tells whether all ranks could capture, given whether this one could. Without it a failure is raised.
+        """
+        self._engine, self._device, self._all_can = engine, device, all_can
+        self._failed = ""
+        """Why nothing is replayed any more."""
         self._captured: dict[tuple[str, Action], _Captured] = {}
         self._replayed: set[str] = set()
         """The phases whose last execution was a replay."""
@@ -66,6 +73,8 @@ class GraphedEngine:
     @property
     def notes(self) -> tuple[str, ...]:
         """The engine's remarks on its kernels, and one on what a replay leaves to the host."""
+        if self._failed:
+            return (*self._engine.notes, f"cuda_graph=auto: nothing is replayed, as {self._failed}")
         return (*self._engine.notes, *((CALLBACKS,) if self.transport.crosses_nodes else ()))
 
     @property
@@ -96,11 +105,11 @@ class GraphedEngine:
         self._engine.close()
 
     def _run(self, phase: str, inputs: tuple[Tensor, ...], action: Action, live: LiveBytes | None, execute: Any) -> Any:
-        if live is not None:
+        if live is None and not self._failed and (phase, action) not in self._captured:
+            self._try(phase, action, inputs, lambda: execute(action, None))
+        if live is not None or self._failed:
             self._replayed.discard(phase)
             return execute(action, live)
-        if (phase, action) not in self._captured:
-            self._captured[phase, action] = self._capture(inputs, lambda: execute(action, None))
         captured = self._captured[phase, action]
         if any(x is not y for x, y in zip(captured.inputs, inputs, strict=True)):
             raise ValueError(f"the {phase} was captured with other tensors; a graph reads those of its capture")
@@ -109,11 +118,25 @@ class GraphedEngine:
         self._replayed.add(phase)
         return captured.results
 
-    def _capture(self, inputs: tuple[Tensor, ...], execute: Any) -> _Captured:
+    def _try(self, phase: str, action: Action, inputs: tuple[Tensor, ...], execute: Any) -> None:
+        """Capture a phase, or let go of all graphs if that fails and may."""
         execute()  # connections, kernels and buffers are made
+        try:
+            self._captured[phase, action] = self._capture(inputs, execute)
+        except RuntimeError as error:
+            if self._all_can is None:
+                raise
+            self._failed = f"a capture failed: {error}"
+        if self._all_can is not None and not self._all_can(not self._failed):
+            self._failed = self._failed or "a capture failed on another rank"
+            self._captured.clear()
+
+    def _capture(self, inputs: tuple[Tensor, ...], execute: Any) -> _Captured:
         sent = self.transport.sent_bytes
         before = Counter(sent)
-        graph, results = self._device.capture(execute)
-        moved = Counter(sent) - before
-        sent.subtract(moved)  # nothing was sent yet
+        try:
+            graph, results = self._device.capture(execute)
+        finally:
+            moved = Counter(sent) - before
+            sent.subtract(moved)  # nothing was sent yet
         return _Captured(graph, inputs, results, moved)

@@ -31,6 +31,11 @@ class Holdings:
         """Store what has come of a partial as (rows, tensors); parts may have rows in common, and one some twice."""
         self._parts[chunk] = parts
 
+    def whole(self, chunk: Chunk, tokens: int) -> Tensors | None:
+        """Return a received chunk, if all of its tokens have come as one."""
+        found = None if chunk in self._parts else self.chunks.get(chunk)
+        return found if found and found[0].shape[1] == tokens else None
+
     def parts(self, chunk: Chunk) -> Sequence[tuple[Rows, Tensors]]:
         """Return what has come of a partial as (rows, tensors); nothing if no block was folded into it."""
         if chunk in self._parts:

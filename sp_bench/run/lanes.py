@@ -196,8 +196,11 @@ class Lanes:
             if here.receives and landed is not None and landed is not into:
                 copy(into, landed)
 
-        if (here.receives and here.into is None) or (here.sends and sent is None):
+        if here.receives and here.into is None:
             return exchange
+        if here.sends and sent is None:
+            send = transport.bind_send(here.turn, messages(here.into or (), ())[0], here.target, here.counted_as)
+            return lambda into, holdings: send(outgoing(holdings))
         bound = transport.bind(here.turn, *messages(here.into or (), sent or ()), here.counted_as)
         if not here.sends or sent is self._held.get(index):
             return lambda into, holdings: bound()

@@ -79,13 +79,16 @@ class _Batch(NamedTuple):
     """Messages that one communicator takes at once."""
 
     group: Any
-    ops: list[Any]
+    ops: list[Callable[[], Any]]
+    """Each posts a message on the group, below torch's functions, which work out anew where it goes."""
     uses: set[Hashable]
+    device: torch.device | None
+    """That on which the group takes several messages as one; None if it takes them one by one, as gloo does."""
 
 
 @dataclass
 class NcclTransport(Transport):
-    """NCCL transport: each transfer is one batch_isend_irecv, or one collective, on a communicator of its lane.
+    """NCCL transport: each transfer is one batch of messages, or one collective, on a communicator of its lane.
 
     torch runs it on the communicator's own stream, after the current stream. work.wait() makes the current stream wait
     for it, without blocking the caller.
@@ -153,6 +156,29 @@ class NcclTransport(Transport):
 
         return exchange
 
+    def bind_send(
+        self, turn: Turn, receives: Sequence[Message], target: int, counted_as: Sequence[Key]
+    ) -> Callable[[Sequence[torch.Tensor]], None]:
+        batches: list[_Batch] = []
+        end, counter = self._end(turn.lane, turn.group, target), self.sent_bytes
+        place, posted = 0, 0
+
+        def exchange(tensors: Sequence[torch.Tensor]) -> None:
+            nonlocal place, posted
+            if not batches:
+                batches.extend(self._batches(turn, receives, [(target, tensors)]))
+                place = next(i for i, batch in enumerate(batches) if ("send", target) in batch.uses)
+                posted = len(batches[place].ops) - len(tensors)
+            ops = batches[place].ops
+            ops[posted:] = [partial(end.group.send, [unmarked(_flat(x))], end.place, 0) for x in tensors]
+            for x, key in zip(tensors, counted_as, strict=True):
+                counter[key] += x.nbytes
+            for work in self._launched(batches):
+                work.wait()
+            del ops[posted:]  # they would keep the tensors
+
+        return exchange
+
     def start(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> list[Any]:
@@ -172,23 +198,30 @@ class NcclTransport(Transport):
     def _batches(self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message]) -> list[_Batch]:
         """The messages of a transfer by communicator. That which takes longest, between nodes, is the first."""
         batches: dict[int, _Batch] = {}
-        for operation, messages in ((dist.irecv, receives), (dist.isend, sends)):
+        for operation, messages in (("recv", receives), ("send", sends)):
             for peer, tensors in messages:
                 end = self._end(turn.lane, turn.group, peer)
-                batch = batches.setdefault(end.number, _Batch(end.group, [], set()))
-                batch.uses.add((operation.__name__, peer))
-                for x in tensors:
-                    x = unmarked(_flat(x))
-                    batch.ops.append(dist.P2POp(operation, x, group=end.group, group_peer=end.place))
-        # torch rejects an empty batch, which is what a group of one has
+                if end.number not in batches:
+                    batches[end.number] = _Batch(end.group, [], set(), _coalescing_device(end.group, tensors[0].device))
+                batch, post = batches[end.number], getattr(end.group, operation)
+                batch.uses.add((operation, peer))
+                batch.ops.extend(partial(post, [unmarked(_flat(x))], end.place, 0) for x in tensors)
+        # NCCL has no empty batch, which is what a group of one has
         return [batches[number] for number in sorted(batches, reverse=True) if batches[number].ops]
 
     def _launched(self, batches: Sequence[_Batch]) -> list[Any]:
+        """Start each batch as torch.distributed.batch_isend_irecv does."""
         works = []
-        for group, ops, uses in batches:
+        for group, ops, uses, device in batches:
             if self.timeout is not None:
                 before_use(group, uses, self.timeout)
-            works += dist.batch_isend_irecv(ops)
+            if device is None:
+                works += [post() for post in ops]
+                continue
+            group._start_coalescing(device)
+            for post in ops:
+                post()
+            works.append(group._end_coalescing(device))
         return works
 
     def _find_end(self, lane: int, group: object, peer: int | None) -> _End:
@@ -231,6 +264,11 @@ class NcclTransport(Transport):
         if key not in self._made:
             self._made[key] = self.communicator(*key)
         return self._made[key]
+
+
+def _coalescing_device(group: Any, device: torch.device) -> torch.device | None:
+    """The device, if the group takes several messages on it as one operation."""
+    return device if group._get_backend(device).supports_coalescing else None
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

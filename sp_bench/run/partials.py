@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from sp_bench.kernels import fold_
 from sp_bench.kernels.contract import empty_output
-from sp_bench.kernels.fold import in_dtype
+from sp_bench.kernels.fold import add_, fold_each_, in_dtype, packed_in
 from sp_bench.plan.ops import Chunk
 from sp_bench.plan.problem import Problem
 
@@ -105,7 +106,7 @@ class Partials:
             return
         total = self._sum(into)
         if isinstance(rows, range):
-            _add(total if into.whole else tuple(tokens_of(x, rows) for x in total), gradients)
+            add_(total if into.whole else tuple(tokens_of(x, rows) for x in total), gradients)
             return
         for x, gradient in zip(total, gradients, strict=True):
             x.index_add_(1, rows, gradient.to(x.dtype))
@@ -113,7 +114,9 @@ class Partials:
     def _begun(self, into: Sum, rows: range, part: Tensors) -> Tensors:
         """A chunk's accumulator after its first result, which has its tokens `rows`: all else is neutral."""
         if into.whole:
-            return tuple([x if x.ndim == 3 else in_dtype(x, into.dtype).contiguous() for x in part])
+            if into.chunk.tensor.is_output:
+                return *packed_in(part[:1], into.dtype), *part[1:]
+            return packed_in(part, into.dtype)
         begun = []
         for x, shape in zip(part, into.shapes, strict=True):
             dim, neutral, held = (2, -math.inf, x.dtype) if x.ndim == 3 else (1, 0.0, into.dtype)
@@ -141,6 +144,22 @@ class Partials:
         else:
             self.add_gradients(into, part)
 
+    def add_parts(self, into: Sequence[Sum], parts: Sequence[Tensors]) -> None:
+        """`add_part` of all that one kernel call has of some chunks, with as few operations as possible."""
+        alone, totals, found = len(parts) == 1, [], []
+        for total, part in zip(into, parts, strict=True):
+            if alone or not total.whole or total.chunk not in self._held:
+                self.add_part(total, part, alone=alone)
+            else:
+                totals.append(self._sum(total))
+                found.append(part)
+        if not totals:
+            return
+        if into[0].chunk.tensor.is_output:
+            fold_each_(totals, found)
+        else:
+            add_(tuple(chain(*totals)), tuple(chain(*found)))
+
     def put_rows(self, chunk: Chunk, part: Tensors) -> None:
         """Keep the whole gradient of rows of which others have the rest (plan.casts)."""
         dtype = self._sums.of(chunk).dtype
@@ -155,7 +174,10 @@ class Partials:
         # It lies in a receive buffer, so unlike a block's result it can't become the accumulator.
         total = self._sum(into)
         if not into.chunk.tensor.is_output:
-            self.add_gradients(into, part)
+            if into.whole:
+                add_(total, part)
+            else:
+                self.add_gradients(into, part)
             return
         if not into.whole:
             total = tuple(tokens_of(x, into.rows) for x in total)
@@ -203,14 +225,6 @@ class Partials:
         if into.chunk.tensor.is_output:
             return empty_output(torch.empty(into.shapes[0], dtype=into.dtype, device=self._device))
         return tuple(torch.zeros(shape, dtype=into.dtype, device=self._device) for shape in into.shapes)
-
-
-def _add(total: Tensors, part: Tensors) -> None:
-    """Add all fields by one call."""
-    if len(total) == 1:
-        total[0].add_(part[0])
-    else:
-        torch._foreach_add_(total, part)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def copy(into: Tensors, tensors: Tensors) -> None:

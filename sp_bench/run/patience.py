@@ -46,7 +46,7 @@ def before_use(group: dist.ProcessGroup, uses: Set[Hashable], timeout: timedelta
     if not uses <= found.opened:
         wanted = first_timeout(timeout)
         found.opened |= uses
-    if wanted != found.timeout:
+    if wanted is not found.timeout and wanted != found.timeout:
         from torch.distributed import distributed_c10d as c10d
 
         c10d._set_pg_timeout(wanted, group)

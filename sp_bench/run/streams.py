@@ -41,6 +41,11 @@ class Streams(ABC):
     queued: bool
     """Whether work is queued and runs asynchronously to the caller."""
 
+    @property
+    def capturing(self) -> bool:
+        """Whether what is queued becomes a graph, and isn't executed."""
+        return False
+
     @abstractmethod
     def run(self, program: Program, execution: Any, prepost: Prepost) -> None:
         """Call every operation, with the execution, on its stream once its waits are met. Raises the first's error.
@@ -233,13 +238,15 @@ class Progress:
 class _Turn(NamedTuple):
     """An operation in the order of the plan."""
 
-    stream: str
+    number: int
+    lane: Any
+    """Its lane's stream; None for what runs on the blocks' stream."""
     waits: tuple[int, ...]
     """The operations whose events its stream waits for."""
     awaited: bool
     """Whether any stream waits for it, so that its end is an event."""
-    lets_go: bool
-    """Whether lanes have ended with something, so that tensors may be let go."""
+    lets_go: tuple[int, ...]
+    """Transfers of partials that have ended before it, so that what they sent may be let go."""
 
 
 def needed_waits(plan: Plan, waits: Sequence[Waits]) -> list[tuple[int, ...]]:
@@ -289,20 +296,26 @@ class DeviceStreams(Streams):
 
     def __init__(self, plan: Plan, lowering: Lowering, device: Device) -> None:
         self.clock = self._device = device
-        self._waits = lowering.waits
-        self._lanes = {name: device.lane(number) for number, name in enumerate(plan.lanes)}
+        lanes = {name: device.lane(number) for number, name in enumerate(plan.lanes)}
         last = {op.stream: index for index, op in plan}
-        self._last = {lane: last[lane] for lane in plan.lanes}
-        waits = needed_waits(plan, lowering.waits)
-        awaited = {last for of_op in waits for last in of_op} | set(self._last.values())
-        self._turns = [_Turn(op.stream, waits[i], i in awaited, bool(lowering.waits[i])) for i, op in plan]
-        self._blocks: Any = None
-        self._here: tuple[str, int] = (BLOCKS, -1)
-        self._kept: dict[str, list[tuple[int, Any]]] = {}
+        self._ends = [last[lane] for lane in plan.lanes]
+        self._lanes, waits = list(lanes.values()), needed_waits(plan, lowering.waits)
+        awaited, let_go = {last for of_op in waits for last in of_op} | set(self._ends), _let_go(plan, lowering.waits)
+        self._turns = [_Turn(i, lanes.get(op.stream), waits[i], i in awaited, let_go[i]) for i, op in plan]
+        self._ended: list[Any] = [None] * len(self._turns)
+        """The event at the end of each operation that another stream waits for; the device may use it again."""
+        self._kept: dict[int, Any] = {}
+        """Tensors that transfers sent, by transfer."""
+        self._here = -1
+        """The transfer that is being queued."""
 
     def run(self, program: Program, execution: Any, prepost: Prepost) -> None:
         with self.execution():
             self._run(program, execution)
+
+    @property
+    def capturing(self) -> bool:
+        return self._device.capturing
 
     def ready(self, index: int) -> bool:
         """Return False: the host doesn't know what has ended on the GPU."""
@@ -310,45 +323,60 @@ class DeviceStreams(Streams):
 
     @contextmanager
     def execution(self) -> Iterator[None]:
-        device = self._device
-        self._blocks = device.current()
+        device, blocks = self._device, self._device.current()
         if device.finished is not None:
-            device.wait(self._blocks, device.finished)
-        yield
-        device.finished = device.record(self._blocks)
+            device.wait(blocks, device.finished)
+        try:
+            yield
+        finally:
+            device.switch(blocks)
+        device.finished = device.record(blocks)
 
     def _run(self, program: Program, execution: Any) -> None:
-        device, blocks, lanes = self._device, self._blocks, self._lanes
-        self._kept = {lane: [] for lane in lanes}
-        begun, ended = device.record(blocks), [None] * len(program)
-        for lane in lanes.values():
-            device.wait(lane, begun)
-        for index, (stream_name, waits, awaited, lets_go) in enumerate(self._turns):
-            stream = blocks if stream_name == BLOCKS else lanes[stream_name]
+        device, kept, ended = self._device, {}, self._ended
+        record, wait, switch = device.record, device.wait, device.switch
+        here, blocks = (device.current(),) * 2
+        self._kept, begun = kept, record(blocks)
+        for lane in self._lanes:
+            wait(lane, begun)
+        for (index, lane, waits, awaited, lets_go), call in zip(self._turns, program, strict=True):
+            stream = blocks if lane is None else lane
             for last in waits:
-                device.wait(stream, ended[last])
-            if stream_name != BLOCKS:
-                self._here = (stream_name, index)
-                with device.on(stream):
-                    program[index](execution)
+                wait(stream, ended[last])
+            if stream is not here:
+                switch(stream)
+                here = stream
+            if lane is None:
+                for transfer in lets_go:
+                    kept.pop(transfer, None)
             else:
-                if lets_go and any(self._kept.values()):
-                    self._let_go(index)
-                program[index](execution)
+                self._here = index
+            call(execution)
             if awaited:
-                ended[index] = device.record(stream)
-        for last in self._last.values():
-            device.wait(blocks, ended[last])
-        self._kept = {}
+                ended[index] = record(stream, ended[index])
+        for last in self._ends:
+            wait(blocks, ended[last])
+        kept.clear()
 
     def keep(self, tensors: Any) -> None:
-        lane, index = self._here
-        self._kept[lane].append((index, tensors))
+        self._kept[self._here] = tensors
 
     def abandon(self, held: Any) -> None:
         """Keep the tensors for the life of the process: nothing waits for the lanes that use them."""
         _abandoned.append((held, self._kept))
 
-    def _let_go(self, index: int) -> None:
-        for lane, last in self._waits[index]:
-            self._kept[lane] = [entry for entry in self._kept[lane] if entry[0] > last]
+
+def _let_go(plan: Plan, waits: Sequence[Waits]) -> list[tuple[int, ...]]:
+    """By operation, the transfers of partials that the blocks' stream has first waited for before it."""
+    sent: dict[str, list[int]] = {lane: [] for lane in plan.lanes}
+    found = []
+    for index, op in plan:
+        ended: list[int] = []
+        if op.stream != BLOCKS:
+            sent[op.stream] += [index] if any(chunk.tensor.is_partial for chunk in op.reads) else []
+        else:
+            for lane, last in waits[index]:
+                ended += [transfer for transfer in sent[lane] if transfer <= last]
+                sent[lane] = [transfer for transfer in sent[lane] if transfer > last]
+        found.append(tuple(ended))
+    return found

@@ -113,6 +113,12 @@ class Transport(ABC):
         """`exchange` of tensors that are the same each time, with all that can be worked out once."""
         return partial(self.exchange, turn, receives, sends, counted_as)
 
+    def bind_send(
+        self, turn: Turn, receives: Sequence[Message], target: int, counted_as: Sequence[Key]
+    ) -> Callable[[Sequence[Tensor]], None]:
+        """`bind`, where what is sent to one rank differs each time."""
+        return lambda tensors: self.exchange(turn, receives, [(target, tensors)], counted_as)
+
     def start(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> Sequence[dist.Work]:

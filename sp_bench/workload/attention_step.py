@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.kernels import choose
@@ -17,6 +18,7 @@ from sp_bench.plan.problem import Problem
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.graphs import GraphedEngine
+from sp_bench.run.groups import gathered, world
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sms import SmShares, share
 from sp_bench.run.transport import AloneTransport
@@ -192,7 +194,14 @@ def make_engine(
         transport = context.transport(plans, shares.lane_ctas if shares else None)
     marked = timed or marks_parts(spec)
     engine = Engine(plans, problem, kernel, context.device, rank=rank, transport=transport, shares=shares, timed=marked)
-    return GraphedEngine(engine, engine.queues) if context.cuda_graph and engine.queues else engine
+    if not context.cuda_graph or not engine.queues:
+        return engine
+    return GraphedEngine(engine, engine.queues, _all_can if context.cuda_graph == "auto" else None)
+
+
+def _all_can(here: bool) -> bool:
+    """Whether all ranks can what this one says that it can."""
+    return all(gathered(here, world())) if dist.is_initialized() else here
 
 
 def random_inputs(problem: Problem, rank: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import unknown
@@ -37,8 +37,8 @@ class RankContext:
     call it."""
     alive: Callable[[], None]
     """Shows that this rank doesn't hang. Call it between long pieces of work."""
-    cuda_graph: bool = False
-    """Whether phases are captured and replayed."""
+    cuda_graph: bool | Literal["auto"] = False
+    """Whether phases are captured and replayed; auto: where that works."""
 
 
 class Step(Protocol):

@@ -54,6 +54,12 @@ def printed(
     return [line.rstrip() for line in sys.stdout.getvalue().splitlines()]
 
 
+def test_a_step_that_the_host_bounds_says_so_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If queueing takes more than 80% of it."""
+    lines = printed(monkeypatch, [outcome("ring", 44.5, host_share=0.81), outcome("mesh", 33.125, host_share=0.8)])
+    assert [("ring" in line, "mesh" in line) for line in lines if "host-bound" in line] == [(True, False)]
+
+
 def test_notes_of_a_sweep_name_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that all points have names none, and those of some name them as the table counts them."""
     noted = [outcome("ring", 44.5, notes=["of all", "of two"]), outcome("mesh", 33.125, notes=["of all"])]

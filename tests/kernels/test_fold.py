@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 import warnings
+from collections.abc import Sequence
 from types import ModuleType
 
 import pytest
@@ -144,23 +145,33 @@ def test_narrow_parts_into_an_fp32_accumulator(narrow: torch.dtype) -> None:
     assert_close((out, lse), by_definition(parts), 2e-5)
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_triton_is_tried_by_compiling_once(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is installed and can't compile, torch's operations fold, and it says so once."""
+@pytest.mark.parametrize("broken", ["", "it can't compile", "its second launch is another's"])
+def test_triton_is_tried_by_compiling_once(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is installed and can't compile, or is wrong, torch's operations fold, and it says so once."""
     tried = []
 
     def fused(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
         tried.append(part_out.dtype)
-        if broken:
+        if broken == "it can't compile":
             raise RuntimeError("ptxas fatal: value 'sm_121a' is not defined for option 'gpu-name'")
+        if not broken or len(tried) == 1:
+            fold.fold_unfused_(out, lse, part_out, part_lse)
+
+    def summed(into: tuple[torch.Tensor, ...], parts: tuple[torch.Tensor, ...], *, adds: bool) -> None:
+        for x, part in zip(into, parts, strict=True):
+            x.add_(part)
+
+    def folded(totals: Sequence[Part], parts: Sequence[Part]) -> None:
+        for total, part in zip(totals, parts, strict=True):
+            fold.fold_unfused_(*total, *part)
 
     module = ModuleType("sp_bench.kernels.fold_triton")
-    module.fold_fused_ = fused  # pyright: ignore[reportAttributeAccessIssue]
+    vars(module).update(fold_fused_=fused, folds_fused_=folded, sums_fused_=summed)
     monkeypatch.setitem(sys.modules, "sp_bench.kernels.fold_triton", module)
     fold.triton_fails.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert [bool(fold.triton_fails(torch.device("cpu"))) for _ in range(2)] == [broken] * 2
+        assert [bool(fold.triton_fails(torch.device("cpu"))) for _ in range(2)] == [bool(broken)] * 2
     fold.triton_fails.cache_clear()
-    assert tried == [torch.bfloat16]
-    assert [str(warning.message)[:34] for warning in said] == ["triton can't compile the fold, whi"] * broken
+    assert tried == [torch.bfloat16] * (1 if broken == "it can't compile" else 2)
+    assert [str(warning.message)[:34] for warning in said] == ["triton can't compile the fold, whi"] * bool(broken)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.host_path import TritonDriver, triton_stubbed
 from sp_bench.kernels import fold
 from sp_bench.kernels.contract import empty_output
 
@@ -188,7 +189,7 @@ def test_fold_takes_it_on_cuda_where_triton_is_installed(monkeypatch: pytest.Mon
     """With tensors that say they are on CUDA."""
 
     class OnCuda(Tensor):
-        is_cuda = True
+        device = torch.device("cuda", 0)
 
     taken = []
     module = type(sys)(MODULE)
@@ -196,13 +197,140 @@ def test_fold_takes_it_on_cuda_where_triton_is_installed(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, MODULE, module)
     monkeypatch.setattr(fold, "fold_unfused_", lambda *_: taken.append("unfused"))
     monkeypatch.setattr(fold, "triton_fails", lambda device: "")
+    fold._fused_on.cache_clear()
     held, part = (a_part(seed, (1, 2, 1, 8), torch.float32, blind=0) for seed in (1, 2))
     fold.fold_(*held, *part)
     fold.fold_(held[0].as_subclass(OnCuda), held[1], *part)
     fold.fold_(held[0].double().as_subclass(OnCuda), held[1].double(), *part)
     monkeypatch.setattr(fold, "_has_triton", lambda: False)
+    fold._fused_on.cache_clear()
     fold.fold_(held[0].as_subclass(OnCuda), held[1], *part)
+    fold._fused_on.cache_clear()
     assert taken == ["unfused", "fused", "unfused", "unfused"]
+
+
+@pytest.fixture
+def summed(fused: Callable) -> Callable[..., None]:
+    """Sums and casts, interpreted on CPU tensors."""
+    return vars(sys.modules[MODULE])["sums_fused_"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(shapes, st.sampled_from(NARROW), st.booleans(), st.integers(1, 4))
+def test_sums_and_casts(fused: Callable, shape: Shape, dtype: torch.dtype, adds: bool, pairs: int) -> None:
+    """Rounded once from the exact sum, of one tensor or of two, whose neighbours in memory stay as they are."""
+    summed = vars(sys.modules[MODULE])["sums_fused_"]
+    source = torch.Generator().manual_seed(sum(shape))
+    holders = [torch.randn(shape[0], shape[1] + 2, *shape[2:], generator=source) for _ in range(pairs)]
+    parts = [torch.randn(shape, generator=source).to(dtype) for _ in range(pairs)]
+    before = [x.clone() for x in holders]
+    into = [x[:, 1:-1] for x in holders]
+    wanted = [part.double() + (x.double() if adds else 0.0) for x, part in zip(into, parts, strict=True)]
+    summed(into, parts, adds=adds)
+    for x, holder, exact, was in zip(into, holders, wanted, before, strict=True):
+        assert torch.equal(x, exact.float())
+        assert torch.equal(holder[:, :1], was[:, :1]) and torch.equal(holder[:, -1:], was[:, -1:])
+
+
+def test_strided_slices_become_contiguous(summed: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads first, as some kernels leave them, and every other head: cast and packed by one launch for a chunk."""
+    monkeypatch.setattr(fold, "fused_on", lambda device: sys.modules[MODULE])
+    x = torch.randn(2, 33, 4, 24).bfloat16()
+    for view in (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3), x.repeat_interleave(2, dim=2)[:, :, ::2]):
+        assert torch.equal(view, x) and not view.is_contiguous()
+        found = fold.packed_in((view, view), torch.float32)
+        assert all(each.is_contiguous() and torch.equal(each, x.float()) for each in found)
+    whole = (torch.zeros(2, 3),)
+    assert fold.packed_in(whole, torch.float32) is whole
+
+
+@settings(max_examples=20, deadline=None)
+@given(shapes, st.sampled_from(NARROW), st.sampled_from([0.0, 0.5, 1.0]), st.integers(2, 4))
+def test_several_folds_are_each_its_own(
+    fused: Callable, shape: Shape, dtype: torch.dtype, blind: float, results: int
+) -> None:
+    """In every bit what one kernel for each gives, and near the exact fold, of parts of one result."""
+    totals = [a_part(seed, shape, torch.float32, blind) for seed in range(results)]
+    parts = [a_part(10 + seed, shape, dtype, blind) for seed in range(results)]
+    whole_out, whole_lse = (torch.cat([part[i] for part in parts], dim=1 + i) for i in (0, 1))
+    tokens = shape[1]
+    cut = [(whole_out.narrow(1, i * tokens, tokens), whole_lse.narrow(2, i * tokens, tokens)) for i in range(results)]
+    exact = [in_fp64(*total, part) for total, part in zip(totals, parts, strict=True)]
+    one_by_one = [(out.clone(), lse.clone()) for out, lse in totals]
+    for total, part in zip(one_by_one, cut, strict=True):
+        fused(*total, *part)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(fold, "fused_on", lambda device: sys.modules[MODULE])
+        fold.fold_each_(totals, cut)
+    for total, other, wanted in zip(totals, one_by_one, exact, strict=True):
+        assert torch.equal(total[0], other[0]) and torch.equal(total[1], other[1])
+        torch.testing.assert_close(total[0].double(), wanted[0], rtol=0, atol=2e-6)
+        torch.testing.assert_close(total[1].double(), wanted[1], rtol=2e-7, atol=2e-7)
+
+
+def test_folds_that_differ_are_folded_one_by_one(fused: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[MODULE]
+    monkeypatch.setattr(fold, "fused_on", lambda device: module)
+    monkeypatch.setattr(module, "folds_fused_", lambda *given: pytest.fail("they are not alike"))
+    shapes_of = (1, 5, 2, 8), (1, 6, 2, 8)
+    totals = [a_part(i, shape, torch.float32, 0.2) for i, shape in enumerate(shapes_of)]
+    parts = [a_part(10 + i, shape, torch.bfloat16, 0.2) for i, shape in enumerate(shapes_of)]
+    exact = [in_fp64(*total, part) for total, part in zip(totals, parts, strict=True)]
+    fold.fold_each_(totals, parts)
+    for total, wanted in zip(totals, exact, strict=True):
+        torch.testing.assert_close(total[0].double(), wanted[0], rtol=0, atol=2e-6)
+
+
+def test_gradients_are_added_alike_with_and_without_triton(
+    summed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every bit; two of different shapes by torch's operations."""
+    source = torch.Generator().manual_seed(5)
+    for shapes_of in (((1, 9, 2, 8),), ((1, 9, 2, 8),) * 2, ((1, 9, 2, 8), (1, 9, 1, 8)), ((2, 5, 1, 16),) * 3):
+        parts = tuple(torch.randn(shape, generator=source).bfloat16() for shape in shapes_of)
+        totals = tuple(torch.randn(shape, generator=source) for shape in shapes_of)
+        others = tuple(x.clone() for x in totals)
+        fold.add_(totals, parts)
+        with monkeypatch.context() as patch:
+            patch.setattr(fold, "fused_on", lambda device: sys.modules[MODULE])
+            fold.add_(others, parts)
+        assert all(map(torch.equal, totals, others))
+
+
+def test_a_second_launch_is_what_triton_would_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kernel, grid and arguments, for each alignment: only the hooks of profilers are left out."""
+    imported(monkeypatch, interpreted=False)
+    with triton_stubbed() as module:
+        launched = TritonDriver.launched
+        memory = torch.zeros(4096)
+
+        def launch(offset: int, tokens: int, dtype: torch.dtype) -> tuple[Any, ...]:
+            out, lse = memory[offset:][: tokens * 16].view(1, tokens, 2, 8), torch.zeros(1, 2, tokens)
+            module.fold_fused_(out, lse, out.to(dtype), lse)
+            fold_given = launched[0]
+            module.sums_fused_((out, out), (out.to(dtype),) * 2, adds=True)
+            sum_given = launched[0]
+            module.folds_fused_(((out, lse), (out, lse)), ((out.to(dtype), lse),) * 2)
+            return fold_given, sum_given, launched[0]
+
+        for key in ((0, 5, torch.bfloat16), (1, 5, torch.bfloat16), (0, 16, torch.float32), (4, 1, torch.float16)):
+            module._launches.clear()
+            first, second = launch(*key), launch(*key)
+            assert len(module._launches) == 3
+            for one, other in zip(first, second, strict=True):
+                assert [x is None for x in other].count(True) == 3
+                assert all(_alike(a, b) for a, b in zip(one, other, strict=True) if b is not None)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two arguments of launches are the same, tensors in size and place in memory."""
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if not isinstance(one, Tensor):
+        return one == other
+    return (one.shape, one.stride(), one.dtype, one.data_ptr() % 16) == (
+        other.shape, other.stride(), other.dtype, other.data_ptr() % 16,
+    )  # fmt: skip
 
 
 def test_bytes_of_a_fold() -> None:

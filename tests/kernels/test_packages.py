@@ -9,11 +9,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from sp_bench import kernels
 from sp_bench.kernels import KERNELS, BlockKernel, fold
+from sp_bench.kernels.cuda import beneath
 from sp_bench.measure.devices import gpu_packages
 from sp_bench.peers.registry import PEERS
+from sp_bench.plan.regions import RegionKind
+from tests.kernels.fakes import installed
 
 HOME = Path(kernels.__file__).parent
 OURS = {*sys.stdlib_module_names, "torch", "sp_bench"}
@@ -89,3 +93,28 @@ def test_points_on_gpus_depend_on_all_of_them(monkeypatch: pytest.MonkeyPatch) -
         assert set(gpu_packages()) == there | {"fancy-attention"}
     finally:
         gpu_packages.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_3", "flash_attn_4"])
+def test_a_package_is_looked_up_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each block: flash-attn 4's signatures take as long to read as all else of a block."""
+    q, k, v, dout = (torch.randn(1, 8, 2, 16).bfloat16() for _ in range(4))
+    with installed(name):
+        kernel, looked_up = KERNELS[name](), []
+        module = type(kernel).module
+        monkeypatch.setattr(type(kernel), "module", classmethod(lambda cls: looked_up.append(1) or module()))
+        for _ in range(3):
+            out, lse = kernel.forward(q, k, v, RegionKind.FULL)
+            kernel.backward(dout, q, k, v, out, lse, RegionKind.FULL)
+    assert looked_up == [1]
+
+
+def test_functions_are_called_beneath_torchs_wrapper() -> None:
+    """flash-attn 2.7 and 2.8 wrap theirs by torch.library.custom_op, older and newer ones may not."""
+
+    def forward(q: torch.Tensor, causal: bool) -> torch.Tensor:
+        return q.clone()
+
+    wrapped = torch.library.custom_op("sp_bench_test::forward", forward, mutates_args=())
+    assert wrapped is not forward
+    assert beneath(wrapped) is beneath(forward) is forward

@@ -49,7 +49,7 @@ def test_pieces_are_their_regions(case: Case, regions: list[Region], head_dim: i
             for x, rows in zip(whole, (pieces.queries, pieces.keys, pieces.keys, pieces.queries), strict=True)
         )
         out, lse = kernel.forward_pieces(q, k, v, pieces)
-        gradients = kernel.backward_pieces(dout, q, k, v, out, lse, pieces)
+        gradients = kernel.gradients_of_pieces(dout, q, k, v, out, lse, pieces)
     scattered = [torch.zeros_like(x) for x in (whole.q, whole.q, whole.k, whole.v)]
     rows = (pieces.queries, pieces.queries, pieces.keys, pieces.keys)
     for into, index, x in zip(scattered, rows, (out, *gradients), strict=True):

@@ -7,7 +7,7 @@ import pytest
 from sp_bench.measure.memory import MemoryPeak
 from sp_bench.measure.result import RankResult
 from sp_bench.measure.samples import Row, Samples
-from sp_bench.point.timed import breakdown_alone, exposed, host_bound
+from sp_bench.point.timed import breakdown_alone, exposed, with_host_share
 from sp_bench.records.quantities import Breakdown
 from sp_bench.workload import GateErrors
 
@@ -32,7 +32,8 @@ def ranks(*, on_gpus: bool) -> list[RankResult]:
 )
 def test_a_step_that_the_host_bounds_says_so(host_ms: float | None, on_gpus: bool, says: bool) -> None:
     """On a CPU the interpreter's time is part of the blocks'."""
-    notes = host_bound(Breakdown(interpreter_ms=host_ms), 10.0, ranks(on_gpus=on_gpus))
+    found, notes = with_host_share(Breakdown(interpreter_ms=host_ms), 10.0, ranks(on_gpus=on_gpus))
+    assert found.host_share == (host_ms / 10 if host_ms and on_gpus else None)
     assert [note[:42] for note in notes] == ["host-bound: queueing the step takes 81% of"] * says
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
-from sp_bench.lower import GLOO, SHARED, SYMMETRIC
+from sp_bench.lower import DEFAULT_TRANSPORT, GLOO, SHARED, SYMMETRIC
 from sp_bench.point.transport import KEYS
 from tests.support.points import point
 
@@ -55,13 +55,32 @@ def test_what_a_simulation_does_not_know_is_said() -> None:
         ((*H100, "cta_policy=zero"), "only between registered buffers; cta_policy=zero registered_buffers=true"),
         ((*H100, "transport=symmetric_memory", "registered_buffers=true"), "registered_buffers=true: is an option of"),
         ((*H100, "model=llama3_8b", "cuda_graph=true"), "a step of workload=train waits for the host"),
-        ((*H100, "mode=alone", "device=cpu", "cuda_graph=true"), "mode=alone transfers nothing"),
+        ((*H100, "mode=alone", "device=cpu", "cuda_graph=true"), "cuda_graph=true: only work on GPUs"),
+        ((*H100, "mode=alone", "device=cpu", "transport=nccl"), "mode=alone transfers nothing"),
         (("method=ring", "cluster=shaped", "gpus=4", "seqlen=1k", "transport=shared_memory"), "would share its memory"),
     ],
 )
 def test_what_cannot_carry_a_point_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         point(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (LOCAL, "only work on GPUs can be captured"),
+        ((*H100, "mode=alone", "device=cpu"), "only work on GPUs can be captured"),
+        ((*H100, "mode=simulate", "model=llama3_8b"), "a step of workload=train waits for the host"),
+    ],
+)
+def test_where_nothing_can_be_captured_auto_says_so(overrides: tuple[str, ...], why: str) -> None:
+    asked = point(*overrides, "cuda_graph=auto")
+    assert asked.transport == DEFAULT_TRANSPORT
+    assert any(note.startswith(f"cuda_graph=auto: nothing is replayed, as {why}") for note in asked.notes)
+
+
+def test_auto_is_a_graph_where_one_may_be() -> None:
+    assert point(*H100, "mode=simulate", "cuda_graph=auto").setup().transport == "nccl, CUDA graph where it can be"
 
 
 def test_a_peer_has_its_own() -> None:

@@ -39,7 +39,6 @@ class Graph:
 class Capturing(Rank):
     """A rank's device (run.devices.Device) with graphs."""
 
-    capturing = False
     messages = 0
 
     def capture(self, queue: Callable[[], Any]) -> tuple[Graph, Any]:
@@ -48,11 +47,17 @@ class Capturing(Rank):
         for stream in streams:
             stream.free = {}
         self.finished, self.capturing = None, True
+        graph, failed = Graph(self.current(), {}), True
         try:
-            result = queue()
+            result, failed = queue(), False
         finally:
             self.capturing = False
-        graph = Graph(self.current(), {})
+            if failed:
+                for stream in streams:
+                    while len(stream.queue) > queued[stream]:
+                        stream.queue.pop()
+                    stream.free = free[stream]
+                self.finished = None
         for stream in streams:
             taken = [stream.queue.pop() for _ in range(len(stream.queue) - queued[stream])][::-1]
             graph.queued[stream.number] = taken

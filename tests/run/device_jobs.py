@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -32,6 +31,7 @@ from tests.support.ranks import group_of
 class Inline:
     """A device that works at once (run.devices.Device): what is queued is done, in the order of queueing."""
 
+    capturing: bool = False
     finished: None = None
     asked: list[Any] = field(default_factory=list)
 
@@ -41,10 +41,10 @@ class Inline:
     def lane(self, number: int) -> int:
         return number
 
-    def on(self, stream: int) -> Any:
-        return nullcontext()
+    def switch(self, stream: int) -> None:
+        pass
 
-    def record(self, stream: int) -> None:
+    def record(self, stream: int, event: None = None) -> None:
         return None
 
     def wait(self, stream: int, event: None) -> None:

@@ -254,7 +254,7 @@ class Rank(TorchDispatchMode):
 
     def __init__(self, machine: Machine, rank: int) -> None:
         super().__init__()
-        self.machine, self.rank, self.finished = machine, rank, None
+        self.machine, self.rank, self.finished, self.capturing = machine, rank, None, False
         self._current, self._lanes = machine.stream(self), {}
 
     # What DeviceStreams wants
@@ -273,7 +273,10 @@ class Rank(TorchDispatchMode):
         yield
         self._current = before
 
-    def record(self, stream: Stream) -> Event:
+    def switch(self, stream: Stream) -> None:
+        self._current = stream
+
+    def record(self, stream: Stream, event: Event | None = None) -> Event:
         stream.queue.append(("record", event := Event()))
         return event
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sp_bench import account
 from sp_bench.errors import RequestError
@@ -97,23 +98,43 @@ def test_a_batch_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
             waited.append(1)
 
     batches: list[list[Any]] = []
-    monkeypatch.setattr(
-        dist, "P2POp", lambda op, x, group, group_peer: (op.__name__, group, group_peer, tuple(x.shape))
-    )
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda batch: batches.append(batch) or [Work()])
+
+    class Communicator:
+        """As torch has NCCL's: messages are posted between the start and the end of a batch."""
+
+        supports_coalescing = True
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def _get_backend(self, device: torch.device) -> Communicator:
+            return self
+
+        def _start_coalescing(self, device: torch.device) -> None:
+            batches.append([])
+
+        def send(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+            batches[-1] += [("send", self.name, peer, tuple(x.shape)) for x in tensors]
+
+        def recv(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+            batches[-1] += [("recv", self.name, peer, tuple(x.shape)) for x in tensors]
+
+        def _end_coalescing(self, device: torch.device) -> Work:
+            return Work()
+
     monkeypatch.setattr(dist, "get_rank", lambda group: 6)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 8)
     asked: list[tuple[int, tuple[int, ...]]] = []
 
-    def communicator(lane: int, members: tuple[int, ...], part: Part) -> str:
+    def communicator(lane: int, members: tuple[int, ...], part: Part) -> Communicator:
         asked.append((lane, members))
-        return f"lane {lane}" if part is Part.WHOLE else part.name
+        return Communicator(f"lane {lane}" if part is Part.WHOLE else part.name)
 
     transport = NcclTransport(None, communicator=communicator)
     x = torch.zeros(2, 3)
     keys = [("kv", "kv", "k"), ("kv", "kv", "v")]
     transport.exchange(Turn(1, 0), [(5, (x, x))], [(7, (x, x))], keys)
-    assert batches == [[("irecv", "lane 1", 5, (2, 3))] * 2 + [("isend", "lane 1", 7, (2, 3))] * 2]
+    assert batches == [[("recv", "lane 1", 5, (2, 3))] * 2 + [("send", "lane 1", 7, (2, 3))] * 2]
     assert waited == [1]
     assert dict(transport.sent_bytes) == dict.fromkeys(keys, 24)
     batches.clear()
@@ -124,7 +145,7 @@ def test_a_batch_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     batches.clear()
     transport.exchange(Turn(1, 2), [(7, (x,))], [(1, (x,)), (5, (x,))], keys[:1])
     assert batches == [
-        [("isend", "FAR", 1, (2, 3))], [("irecv", "NEAR", 3, (2, 3)), ("isend", "NEAR", 1, (2, 3))],
+        [("send", "FAR", 1, (2, 3))], [("recv", "NEAR", 3, (2, 3)), ("send", "NEAR", 1, (2, 3))],
     ], "inside a node by a communicator of its own"  # fmt: skip
     assert transport.communicators == (
         "lane 1: 4 ranks of a node", "lane 1: 8 ranks, between nodes",

@@ -150,10 +150,10 @@ def test_lanes_end_with_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def execution(self: streams.DeviceStreams) -> Iterator[None]:
         """Without the waits at its end."""
-        device = self._device
-        self._blocks = device.current()
-        monkeypatch.setattr(self, "_last", {})
+        blocks = self._device.current()
+        monkeypatch.setattr(self, "_ends", [])
         yield
+        self._device.switch(blocks)
 
     monkeypatch.setattr(streams.DeviceStreams, "execution", execution)
     with pytest.raises(NotCapturable, match="not joined"):
@@ -175,3 +175,36 @@ def test_parts_are_replays_too(monkeypatch: pytest.MonkeyPatch) -> None:
     device.machine.run()
     assert len(replays) == 6 and len({id(graph) for graph in replays}) == 3
     assert replays[:3] == replays[3:]
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_what_cannot_be_captured_is_executed(here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With cuda_graph=auto: on this rank, and on all if it is another that can't. It counts no bytes twice."""
+    device, graphs, (q, k, v) = alone()
+    asked: list[bool] = []
+    graphs._all_can = lambda able: asked.append(able) or (able and here)
+    eager = AtenCpu.forward
+
+    def looks(self: AtenCpu, *args: Any) -> tuple[Tensor, Tensor]:
+        if device.capturing and here:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return eager(self, *args)
+
+    with device:
+        monkeypatch.setattr(AtenCpu, "forward", looks)
+        found = [graphs.forward(q, k, v)[0] for _ in range(2)]
+        assert graphs.spent("forward") is not None
+        assert asked == [not here]
+        graphs.transport.check()
+        wanted, _ = graphs._engine.forward(q, k, v)
+    device.machine.run()
+    assert all(torch.equal(device.get(out), device.get(wanted)) for out in found)
+    why = "a capture failed: operation not permitted" if here else "a capture failed on another rank"
+    assert graphs.notes[-1].startswith(f"cuda_graph=auto: nothing is replayed, as {why}")
+
+
+def test_a_capture_that_fails_is_an_error_where_graphs_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, graphs, (q, k, v) = alone()
+    monkeypatch.setattr(Capturing, "capture", lambda self, queue: (_ for _ in ()).throw(RuntimeError("not here")))
+    with device, pytest.raises(RuntimeError, match="not here"):
+        graphs.forward(q, k, v)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -152,17 +151,19 @@ def test_what_is_sent_is_kept_until_it_has_left(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_kept_is_let_go_within_the_execution(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the latest when blocks have waited for the lane, so that memory is what account says."""
-    held: list[int] = []
-    let_go = streams.DeviceStreams._let_go
+    kept: list[int] = []
+    keep = streams.DeviceStreams.keep
 
-    def watch(self: streams.DeviceStreams, index: int) -> None:
-        before = sum(map(len, self._kept.values()))
-        let_go(self, index)
-        held.append(before - sum(map(len, self._kept.values())))
+    def watch(self: streams.DeviceStreams, tensors: object) -> None:
+        keep(self, tensors)
+        kept.append(len(self._kept))
 
-    monkeypatch.setattr(streams.DeviceStreams, "_let_go", watch)
+    monkeypatch.setattr(streams.DeviceStreams, "keep", watch)
     assert SENT_AS_HELD.wrong() == ""
-    assert max(held) >= 1
+    at_once = max(kept)
+    monkeypatch.setattr(streams, "_let_go", lambda plan, waits: [()] * len(plan.ops))
+    assert SENT_AS_HELD.wrong() == ""
+    assert at_once < max(kept)
 
 
 NOTHING_TO_SEND = four("mesh", {"tile": (4, 1)}, wire="float32", layout="contiguous")
@@ -174,21 +175,12 @@ def test_neutral_partials_are_made_before_anything_is_queued(
     monkeypatch: pytest.MonkeyPatch, action: executor.Action
 ) -> None:
     """Made in a lane they would wait for all blocks that were queued before."""
-    inside: list[Stream] = []
-    on_lane, make = Rank.on, Rank._make
-
-    @contextmanager
-    def watched(self: Rank, stream: Stream) -> Iterator[None]:
-        inside.append(stream)
-        with on_lane(self, stream):
-            yield
-        inside.pop()
+    make = Rank._make
 
     def made(self: Rank, like: Tensor) -> Tensor:
-        assert not inside, "a lane allocates"
+        assert self.current() not in self._lanes.values(), "a lane allocates"
         return make(self, like)
 
-    monkeypatch.setattr(Rank, "on", watched)
     monkeypatch.setattr(Rank, "_make", made)
     execution = NOTHING_TO_SEND
     problem, plans = execution.method.dealt(execution.problem), execution.plans

@@ -119,7 +119,7 @@ def test_flash_attn_3_is_told_in_every_call() -> None:
         regions = tuple(Region(RegionKind.CAUSAL, piece, piece) for piece in (range(4), range(4, 8)))
         pieces = Pieces(regions, torch.device("cpu"))
         out, lse = kernel.forward_pieces(block.q, block.k, block.v, pieces)
-        kernel.backward_pieces(block.dout, block.q, block.k, block.v, out, lse, pieces)
+        kernel.gradients_of_pieces(block.dout, block.q, block.k, block.v, out, lse, pieces)
         assert vars(sys.modules["flash_attn_interface"])["margins"] == [16] * 4
 
 

@@ -73,19 +73,20 @@ def test_a_partial_is_received_before_the_one_to_be_sent_is_computed(
     transport = Expecting()
     engine, (q, k, v, dout) = one_rank(build("tokenring", {}), splittable_problem(4), transport)
     kernel, posted = type(engine.kernel), []
-    block = getattr(kernel, phase)
+    called = "forward" if phase == "forward" else "gradients"
+    block = getattr(kernel, called)
 
     def patient(self: object, *args: Tensor | Mask) -> tuple[Tensor, ...]:
         posted.append(transport.ahead.wait(PATIENCE_S))
         return block(self, *args)
 
     if phase == "forward":
-        monkeypatch.setattr(kernel, phase, patient)
+        monkeypatch.setattr(kernel, called, patient)
     _, saved = engine.forward(q, k, v)
     if phase == "backward":
         transport.ahead.clear()
         transport.matched.clear()
-        monkeypatch.setattr(kernel, phase, patient)
+        monkeypatch.setattr(kernel, called, patient)
         engine.backward(dout, saved)
     engine.close()
     assert posted == [True] * 4

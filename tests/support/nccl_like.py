@@ -62,8 +62,36 @@ class Communicator:
     rank: Rank
     stream: Stream
     most_ctas: int
+    launches: _Launches
     counts: dict[tuple[int, int], int] = field(default_factory=dict)
     """Messages so far, by (source, target)."""
+    batch: list[tuple[bool, int, Tensor]] | None = None
+    """Messages that are launched together: (whether it is sent, peer, tensor)."""
+    supports_coalescing = True
+
+    def _get_backend(self, device: torch.device) -> Communicator:
+        return self
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.batch = []
+
+    def send(self, tensors: list[Tensor], place: int, tag: int) -> None:
+        self._post(True, tensors, place)
+
+    def recv(self, tensors: list[Tensor], place: int, tag: int) -> None:
+        self._post(False, tensors, place)
+
+    def _post(self, sends: bool, tensors: list[Tensor], place: int) -> None:
+        (x,) = tensors
+        if self.batch is None:
+            raise Refused("messages one by one, of which two ranks may wait for each other")
+        self.batch.append((sends, self.members[place], x))
+
+    def _end_coalescing(self, device: torch.device) -> _Work:
+        messages, self.batch = self.batch, None
+        if not messages:
+            raise Refused("an empty batch")
+        return self.launches._launch(self, "messages", messages, sms=_power_of_two_up(self.most_ctas))
 
     def key(self, source: int, target: int) -> tuple:
         """The next message of a pair: they are matched by their order."""
@@ -166,18 +194,16 @@ class Nccl:
                 self.config = SimpleNamespace(max_ctas=32)
 
         torchs = SimpleNamespace(
-            **{name: getattr(dist, name) for name in ("isend", "irecv", "Work")},
+            Work=dist.Work,
             get_rank=lambda group: device.rank,
             get_world_size=lambda group: n,
-            P2POp=lambda op, tensor, group, group_peer: (op.__name__, tensor, group, group_peer),
-            batch_isend_irecv=launches.batch,
             all_to_all_single=launches.all_to_all,
             ProcessGroupNCCL=SimpleNamespace(Options=Options),
         )
         with ExitStack() as all_of:
             for module in (nccl, transport):
                 all_of.enter_context(patch.object(module, "dist", torchs))
-            all_of.enter_context(patch.object(nccl, "own_group", self._group_of(device)))
+            all_of.enter_context(patch.object(nccl, "own_group", self._group_of(device, launches)))
             all_of.enter_context(patch.object(nccl.library, "version", lambda: VERSION))
             all_of.enter_context(patch.object(transport, "all_gather_single", launches.all_gather))
             all_of.enter_context(patch.object(transport, "reduce_scatter_single", launches.reduce_scatter))
@@ -190,7 +216,7 @@ class Nccl:
             if any(asked.get(rank) != asked[next(iter(asked))] for rank in members):
                 raise Refused(f"ranks {members} ask for different groups: {asked}")
 
-    def _group_of(self, device: Rank) -> Callable[..., Communicator]:
+    def _group_of(self, device: Rank, launches: _Launches) -> Callable[..., Communicator]:
         def own_group(parent: object, members: Sequence[int], purpose: str, **how: Any) -> Communicator:
             name, ranks, ctas = f"{purpose} of {members}", tuple(members), how["options"].config.max_ctas
             if device.rank not in ranks:
@@ -201,7 +227,7 @@ class Nccl:
             if (device.rank, name) not in self._made:
                 self._asked.setdefault(ranks, {}).setdefault(device.rank, []).append((name, ctas))
                 stream = self._machine.stream(device)
-                self._made[device.rank, name] = Communicator(name, ranks, device, stream, ctas)
+                self._made[device.rank, name] = Communicator(name, ranks, device, stream, ctas, launches)
             return self._made[device.rank, name]
 
         return own_group
@@ -221,13 +247,6 @@ class _Launches:
         self._machine, self._device = machine, device
         self._together: list[tuple[str, Tensor, Tensor]] | None = None
         """The collectives of a group of calls."""
-
-    def batch(self, ops: Sequence[tuple[str, Tensor, Communicator, int]]) -> list[Any]:
-        if not ops:
-            raise Refused("p2p_op_list must be a non-empty list")
-        (group,) = {op[2] for op in ops}
-        messages = [(name == "isend", group.members[peer], tensor) for name, tensor, _, peer in ops]
-        return [self._launch(group, "messages", messages, sms=_power_of_two_up(group.most_ctas))]
 
     def all_to_all(
         self, into: Tensor, x: Tensor, received: list[int] | None, sent: list[int] | None, *, group: Communicator,
