@@ -17,6 +17,7 @@ from sp_bench.cli import report
 from sp_bench.errors import RequestError
 from sp_bench.launch import RankCountError, launched
 from sp_bench.loggers import Logger
+from sp_bench.machine import has_bfloat16
 from sp_bench.plan.method import Method
 from sp_bench.point import NotWritten, Outcome, Request, resolve, run_points, work_of
 from sp_bench.point.request import unsupported
@@ -148,15 +149,17 @@ def _run(
 
 
 def _say_duration(requests: Sequence[Request]) -> None:
-    """Print to stderr about how long points that are measured on CPUs will take, by their cluster's kernel rates.
+    """Print to stderr about how long points that are measured on CPUs will take, by their cluster's rates.
 
-    Blocks alone are timed in turn with the step. What transfers and starting take isn't known before.
+    Computing alone is timed in turn with the step. What transfers and starting take isn't known before.
     """
-    seconds, unknown = 0.0, 0
+    seconds, unknown, emulated = 0.0, 0, False
     for request in requests:
         if request.mode == "simulate" or request.devices.kind != "cpu":
             continue
-        if not isinstance(request.method, Method):  # a peer has no plans
+        narrow = request.problem.dtype in ("bfloat16", "float16") and not has_bfloat16()
+        emulated |= narrow
+        if narrow or not isinstance(request.method, Method):  # a peer has no plans
             unknown += 1
             continue
         try:
@@ -164,8 +167,9 @@ def _say_duration(requests: Sequence[Request]) -> None:
             seconds += steps * simulation_of(request).least_compute_s(request)
         except RequestError:
             unknown += 1
-    known = f"about {_duration(seconds)} of blocks at {requests[0].cluster.name}'s rates" if seconds else ""
+    known = f"about {_duration(seconds)} of computing at {requests[0].cluster.name}'s rates" if seconds else ""
     more = f"{unknown} points whose time isn't known before their first steps" if unknown else ""
+    more += ": this CPU emulates their dtype, and dtype=float32 is faster" if emulated else ""
     if known or more:
         print(" and ".join(filter(None, (known, more))), file=sys.stderr)
 
