@@ -45,6 +45,7 @@ from sp_bench.point import Request, resolve
 from sp_bench.point.choose import choose
 from sp_bench.point.measured import spec_of
 from sp_bench.reading import Natural, read
+from sp_bench.terminal import say
 from sp_bench.tracing.compared import BLOCKS, Row, compared, refit, steps
 from sp_bench.tracing.kineto import Collective, Trace, read_trace
 from sp_bench.tracing.streams import lines
@@ -85,7 +86,7 @@ def _run(arguments: list[str]) -> int:
             job, spec = "sp_bench.tracing.recorder:traced", spec_of(request, choice)
             found = pool.run(job, spec, request.iters, request.warmup)
     except RankFailure as failure:
-        print(f"sp_bench.traces: {failure}", file=sys.stderr)
+        say(f"sp_bench.traces: {failure}")
         return 1
     for rank, content in enumerate(found):
         records.write_whole(folder / f"rank{rank}.json.gz", content)

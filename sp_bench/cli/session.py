@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from sp_bench.point import NotWritten, Outcome, Request, resolve, run_points, wo
 from sp_bench.point.request import unsupported
 from sp_bench.point.simulations import simulation_of
 from sp_bench.records import Record
+from sp_bench.terminal import say
 
 
 def run_point(
@@ -51,10 +51,10 @@ def run_point(
         outcomes = _run(console, requests, folder, logger, reuse=_reuse(config, sweep=False))
     except NotWritten as error:
         report.print_points(console, error.outcomes, folder, every=every)
-        print(f"sp_bench: {error}", file=sys.stderr)
+        say(f"sp_bench: {error}")
         return 1
     if outcomes[0].record.status == "unsupported":
-        print(f"sp_bench: {outcomes[0].record.error}", file=sys.stderr)
+        say(f"sp_bench: {outcomes[0].record.error}")
         return 2
     if as_json:
         report.print_json([outcome.record for outcome in outcomes])
@@ -94,7 +94,7 @@ def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger
         rows = _run(console, requests, folder, logger, reuse=_reuse(configs[0], sweep=True))
     except NotWritten as error:
         report.print_sweep(console, error.outcomes, every=every)
-        print(f"sp_bench: {error}", file=sys.stderr)
+        say(f"sp_bench: {error}")
         return 1
     if as_json:
         report.print_json([outcome.record for outcome in rows])
@@ -171,7 +171,7 @@ def _say_duration(requests: Sequence[Request]) -> None:
     more = f"{unknown} points whose time isn't known before their first steps" if unknown else ""
     more += ": this CPU emulates their dtype, and dtype=float32 is faster" if emulated else ""
     if known or more:
-        print(" and ".join(filter(None, (known, more))), file=sys.stderr)
+        say(" and ".join(filter(None, (known, more))))
 
 
 def _duration(seconds: float) -> str:
@@ -203,7 +203,7 @@ def _bar(steps: int) -> Iterator[Callable[[int], None]]:
             began_s = began_s or now_s
             if done and not console.is_terminal and now_s - said_s > SAID_EVERY_S:
                 left = _duration((now_s - began_s) / done * (steps - done))
-                print(f"{done} of {steps} benchmark steps, about {left} left", file=sys.stderr)
+                say(f"{done} of {steps} benchmark steps, about {left} left")
                 said_s = now_s
             done += more
 
