@@ -26,7 +26,24 @@ HELD = (
     "sweep=cpu_methods method=ring gpus=2 seqlen=512 heads=4 slurm.sbatch=[--hold] slurm.variables.SLURM_CONF=BOX "
     "folder=held"
 )
-TRACE = "CHECKOUT/tests/tracing/cpu"
+KERNELS = (
+    ("flash_fwd_kernel", 0, 7), ("ncclDevKernel_SendRecv", 50, 20), ("flash_fwd_kernel", 200, 7),
+    ("ncclDevKernel_AllGather_RING_LL", 250, 20),
+)  # fmt: skip
+"""(name, start, stream) of the kernels of somebody's profiler trace, each of 100 microseconds."""
+TRACE = [
+    {
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "ts": ts,
+        "dur": 100,
+        "pid": 0,
+        "tid": stream,
+        "args": {"stream": stream},
+    }
+    for name, ts, stream in KERNELS
+]
 
 
 class Item(NamedTuple):
@@ -84,7 +101,7 @@ ITEMS = (
         ],
         last=True,
     ),
-    Item("Somebody's trace has no overlap and no exposed time", [f"python -m sp_bench.traces {TRACE}"]),
+    Item("Somebody's trace has no overlap and no exposed time", ["python -m sp_bench.traces rank0.json"]),
     Item(
         "Plausible wrong commands get poor answers",
         [
@@ -162,6 +179,7 @@ def printed(checkout: Path, when: str) -> list[list[dict[str, Any]]]:
             for number, item in enumerate(ITEMS, start=1):
                 folder = Path(name) / str(number)
                 folder.mkdir()
+                (folder / "rank0.json").write_text(json.dumps({"traceEvents": TRACE}))
                 (folder / "lengths.txt").write_text("1000\n" * 1000 + "l92\n" + "1000\n" * 1000)
                 paths = [str(hidden)] * (number == 1) + [str(checkout)]
                 environment = box.environment() | {
@@ -184,7 +202,7 @@ def items(runs: Runs) -> str:
         parts.append(f"## {number}. {item.words}")
         for name, outputs in zip(("Before", "Now"), both, strict=True):
             blocks = "\n\n".join(_block(output, last=item.last) for output in outputs)
-            parts.append(f"{name}:\n\n```text\n{blocks}\n```")
+            parts.append(f"{name}:\n\n````text\n{blocks}\n````")
     return "\n\n".join(parts)
 
 
