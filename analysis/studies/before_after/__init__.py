@@ -179,7 +179,7 @@ def printed(checkout: Path, when: str) -> list[list[dict[str, Any]]]:
             for number, item in enumerate(ITEMS, start=1):
                 folder = Path(name) / str(number)
                 folder.mkdir()
-                (folder / "rank0.json").write_text(json.dumps({"traceEvents": TRACE}))
+                (folder / "rank0.json").write_text(json.dumps({"distributedInfo": {"rank": 0}, "traceEvents": TRACE}))
                 (folder / "lengths.txt").write_text("1000\n" * 1000 + "l92\n" + "1000\n" * 1000)
                 paths = [str(hidden)] * (number == 1) + [str(checkout)]
                 environment = box.environment() | {
