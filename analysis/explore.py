@@ -15,6 +15,7 @@ from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.records import Record, write_whole
 from sp_bench.records.gather import gather
+from sp_bench.terminal import say
 
 USAGE = """\
 python -m analysis.explore FOLDER ... [out=FILE] [drawings=500] [--config-dir DIR]
@@ -68,7 +69,7 @@ def found_in(folders: Sequence[Path]) -> Mapping[Path, Record]:
     found = gather(folders)
     left_out = [*found.unread.values(), *(why for _, why in found.broken.values())]
     if left_out:
-        print(f"left out, {len(left_out)} files that are no records of this code: {left_out[0]}", file=sys.stderr)
+        say(f"left out, {len(left_out)} files that are no records of this code: {left_out[0]}")
     if not found.records:
         names = ", ".join(map(str, folders))
         raise RequestError(names, "has no records", "the results_dir of a run of python -m sp_bench would work")

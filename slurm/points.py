@@ -111,7 +111,7 @@ def _composed(name: str, changes: Sequence[str], own: Path | None) -> list[Point
     values = {key: [value] for key, value in content["fixed"].items()} | content["axes"]
     arguments = {key: f"{key}={','.join(map(_text, choices))}" for key, choices in values.items()}
     arguments |= {change.partition("=")[0]: change for change in changes}
-    with Composer(own) as composer:
+    with Composer(own, gpus=1) as composer:  # nodes may have some, whatever this machine has
         configs = [composer.compose(point) for point in composer.points(list(arguments.values()), sweep=True)]
     if any(config["mode"] == "alone" for config in configs):
         raise RequestError("mode=alone", "takes one process, whatever gpus is", "python -m sp_bench -m mode=alone ...")

@@ -106,7 +106,19 @@ def _srun(sweep: Sweep, gpus: int) -> str:
     options = [f"--ntasks={gpus}", "--kill-on-bad-exit=1", NEIGHBOURS, *_binding(settings), *settings.srun]
     options += _container(settings, sweep.folder)
     command = [settings.python, "-m", "sp_bench.slurm.task", str(sweep.folder)]
-    return f'srun {shlex.join(options)} {shlex.join(command)} "$SLURM_ARRAY_TASK_ID"'
+    words = ["srun", *map(shlex.quote, (*options, *command)), '"$SLURM_ARRAY_TASK_ID"']
+    return " \\\n    ".join(_lines(words))
+
+
+def _lines(words: Iterable[str]) -> list[str]:
+    """Words of a command in lines of at most 74 characters, or of one word."""
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + len(word) < 74:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
 
 
 NEIGHBOURS = "--distribution=block:block"

@@ -1,6 +1,7 @@
-"""python -m slurm.sweep sweep=NAME [slurm=NAME] [folder=DIR] [key=value,... ...] [--config-dir DIR] [--dry-run]
+"""python -m slurm.sweep sweep=NAME [slurm=NAME] [folder=DIR] [key=value,... ...]
+                      [--config-dir DIR] [--dry-run] [--wait | --watch]
+python -m slurm.sweep status | resume | cancel DIR [slurm.KEY=value ...]
                       [--wait | --watch]
-python -m slurm.sweep status | resume | cancel DIR [slurm.KEY=value ...] [--wait | --watch]
 
 Submits the points of conf/sweep/NAME.yaml as job arrays, one for each number of GPUs. key=value or key=value,value
 changes what that file fixes or sweeps. Every point is resolved first; a point that can't be served gets its record at
@@ -34,6 +35,7 @@ from sp_bench.slurm.folder import Sweep
 from sp_bench.slurm.points import Refused, by_gpus, planned
 from sp_bench.slurm.progress import progress
 from sp_bench.slurm.settings import load
+from sp_bench.terminal import say
 
 FLAGS = ("--dry-run", "--wait", "--watch")
 
@@ -53,7 +55,7 @@ def _sweep(arguments: list[str]) -> int:
         flags = {"dry": "--dry-run", "wait": "--wait", "live": "--watch"}
         return _answer(words, own, **{name: flag in arguments for name, flag in flags.items()})
     except KeyboardInterrupt:
-        print("slurm.sweep: interrupted; the jobs go on", file=sys.stderr)
+        say("slurm.sweep: interrupted; the jobs go on")
         return 1
 
 
@@ -66,10 +68,10 @@ def _answer(words: list[str], own: Path | None, *, dry: bool, wait: bool, live: 
                 f"none of {len(refused)} points", "; ".join(map(str, errors)), "other values of these keys would work"
             )
         for error, count in errors.items():
-            print(f"slurm.sweep: unsupported, {count} points: {error}", file=sys.stderr)
+            say(f"slurm.sweep: unsupported, {count} points: {error}")
         if dry:
             print("\n".join(scripts.scripts(sweep).values()), end="")
-            print(f"slurm.sweep: {scripts.summary(sweep)}", file=sys.stderr)
+            say(f"slurm.sweep: {scripts.summary(sweep)}")
             return 0
         queue.refuse_without_slurm(sweep.settings)
         sweep.write(refused)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sp_bench.errors import RequestError
+from sp_bench.terminal import say
 
 FOLDER = Path("/tmp/sp_bench-slurm")
 PACKAGES = {"munged": "munge", "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm"}
@@ -270,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.command == "down":
             box.down()
     except RequestError as error:
-        print(f"testcluster: {error}", file=sys.stderr)
+        say(f"testcluster: {error}")
         return 2
     nodes = box.nodes() if box.conf.exists() else {}
     print("\n".join(f"{name}  {state}" for name, state in nodes.items()) or f"no cluster in {box.folder}")

@@ -6,6 +6,8 @@ import difflib
 import sys
 from pathlib import Path
 
+from sp_bench.terminal import fitted, say
+
 FLAGS = ("-m", "--multirun", "--all", "--json", "--cfg", "-h", "--help")
 
 
@@ -39,10 +41,10 @@ def answer(arguments: list[str]) -> int:
         sweep = bool(flags & {"-m", "--multirun"})
         return _run(overrides, own, flags, sweep=sweep)
     except RequestError as error:
-        print(f"sp_bench: {error}", file=sys.stderr)
+        say(f"sp_bench: {error}")
         return 2
     except KeyboardInterrupt:
-        print("sp_bench: interrupted; finished points are kept", file=sys.stderr)
+        say("sp_bench: interrupted; finished points are kept")
         return 1
 
 
@@ -55,9 +57,9 @@ def _help(words: list[str]) -> int:
     if words and words[0] in COMMANDS:
         return main([words[0], "--help"])
     try:
-        print("\n\n".join(map(explained, words)) or all_keys())
+        print(fitted("\n\n".join(map(explained, words)) or all_keys()))
     except RequestError as error:
-        print(f"sp_bench: {error}", file=sys.stderr)
+        say(f"sp_bench: {error}")
         return 2
     return 0
 
@@ -104,7 +106,7 @@ def _run(overrides: list[str], own: Path | None, flags: set[str], *, sweep: bool
         else:
             code = run_point(configs[0], baseline, folder, logger, **shown)
         if warning := logger.close():
-            print(f"sp_bench: {warning}", file=sys.stderr)
+            say(f"sp_bench: {warning}")
     return code
 
 

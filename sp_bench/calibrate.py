@@ -61,6 +61,7 @@ from sp_bench.plan.problem import Problem
 from sp_bench.point.mode import AskedDevice
 from sp_bench.reading import Count, NotNegative, read
 from sp_bench.resources import CONF, conf_content, conf_files, user_conf
+from sp_bench.terminal import say
 
 if TYPE_CHECKING:
     from sp_bench.calibrating.pairs import PairRate
@@ -119,7 +120,7 @@ def _calibrate(arguments: list[str]) -> int:
     except RankFailure as error:
         if isinstance(error, RankError) and isinstance(error.cause, RequestError):
             raise error.cause from None  # a kernel refused, inside a rank
-        print(f"sp_bench.calibrate: {error}", file=sys.stderr)
+        say(f"sp_bench.calibrate: {error}")
         return 1
     print(f"{path}: {_how_to_use(path)}")
     return 0

@@ -33,6 +33,7 @@ from sp_bench.point.memory_front import memory_front
 from sp_bench.point.request import Request
 from sp_bench.reading import Count, Tokens, read
 from sp_bench.records.interval import Interval
+from sp_bench.terminal import fitted
 
 MOST_RANKS = 40
 """The most ranks that can be described: wider matrices don't fit a terminal."""
@@ -108,10 +109,10 @@ def describe(overrides: Sequence[str]) -> str:
             "\nthe step of each block of a rank's tile, by local index",
             *_tiles(draw.block_steps(plan)),
             "\nthe program of a rank",
-            *draw.steps(plan),
+            *map(fitted, draw.steps(plan)),
         ]
     notes = [f"note: {note}" for note in request.notes]
-    return "\n".join([*lines, _step(choice, request), *_front(request), *notes])
+    return "\n".join([*lines, fitted(_step(choice, request)), *_front(request), *map(fitted, notes)])
 
 
 def _bounds(plan: Plan, problem: Problem, unit: int) -> str:
@@ -154,10 +155,11 @@ def _schedule(time: ScheduleTime | None) -> list[str]:
     if time is None:
         return []
     gap = max(time.scheduled_s / time.least_s - 1, 0.0)
-    return [
-        f"\nby the cluster's costs its schedule takes {time.scheduled_s * 1e3:.4g} ms, and no order of these hops and "
+    said = (
+        f"by the cluster's costs its schedule takes {time.scheduled_s * 1e3:.4g} ms, and no order of these hops and "
         f"blocks less than {time.least_s * 1e3:.4g} ms: {gap:.1%} above"
-    ]
+    )
+    return ["", fitted(said)]
 
 
 def _pack(plan: Plan, problem: Problem) -> list[str]:

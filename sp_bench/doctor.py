@@ -6,7 +6,8 @@ points can't be measured, or would be wrong. Ranks look at their hosts, pass eac
 exchange messages pair by pair and, on GPUs, compute while nvidia-smi is asked for clocks and power.
 
   python -m sp_bench.doctor
-  srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --gpu-bind=none --cpus-per-task=8 --distribution=block:block \\
+  srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --gpu-bind=none \\
+      --cpus-per-task=8 --distribution=block:block \\
       python -m sp_bench.doctor
 
   --json            print the rows and the facts behind them as JSON, and nothing else
@@ -38,6 +39,7 @@ from sp_bench.launch import launched
 from sp_bench.machine import cores_here, gpus_here, torch_has_cuda
 from sp_bench.point.mode import AskedDevice
 from sp_bench.reading import Count, read
+from sp_bench.terminal import fitted
 from sp_bench.workload import TOLERANCE
 
 DEFAULTS: dict[str, Any] = {"out": None, "device": "auto", "ranks": "auto", "dtype": "auto", "head_dim": 128}
@@ -63,7 +65,7 @@ def doctor(arguments: Sequence[str]) -> int:
             raise RequestError(
                 f"out={options['out']}", f"can't be written ({error.strerror})", "out=doctor.json would work"
             ) from None
-    print(text if len(rest) < len(arguments) else as_text(found.findings))
+    print(text if len(rest) < len(arguments) else fitted(as_text(found.findings)))
     return 1 if counts(found.findings)["fail"] else 0
 
 

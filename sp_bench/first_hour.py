@@ -5,7 +5,8 @@ by side, each point beside its simulation with the calibrated figures. All of it
 Killed or cut off, and started again with the same keys, it goes on where it was: finished steps and points are kept.
 
   python -m sp_bench.first_hour out=first_hour
-  srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --gpu-bind=none --cpus-per-task=8 --distribution=block:block \\
+  srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --gpu-bind=none \\
+      --cpus-per-task=8 --distribution=block:block \\
       python -m sp_bench.first_hour out=first_hour
 
   out=DIR           the folder; in a launch of several hosts, on a file system that they share
@@ -41,6 +42,7 @@ from sp_bench.errors import RequestError
 from sp_bench.extras import require
 from sp_bench.launch import launched
 from sp_bench.methods import REGISTRY
+from sp_bench.terminal import say
 
 DEFAULTS: dict[str, Any] = {
     "out": "first_hour", "device": "auto", "ranks": "auto", "cluster": "null", "quick": "false", "force": "false",
@@ -119,7 +121,7 @@ def first_hour(arguments: Sequence[str]) -> int:
         manifest.end(step.name, code)
         _write_report(folder, manifest)
         if step.name == "doctor" and code and not force:
-            print(f"a row of the doctor fails: see {folder}/doctor.json, or go on with force=true", file=sys.stderr)
+            say(f"a row of the doctor fails: see {folder}/doctor.json, or go on with force=true")
             return 1
         if step.name == "calibrate" and code:
             return 1  # the other steps need its file
@@ -172,7 +174,7 @@ def _run(step: Step, log: Path) -> int:
         try:
             return COMMANDS[step.module](list(step.arguments))
         except RequestError as error:
-            print(f"{step.module}: {error}", file=sys.stderr)
+            say(f"{step.module}: {error}")
             return 2
 
 

@@ -38,6 +38,11 @@ def cpu_model() -> str:
     return line[1].strip() if line and line[1].strip() else platform.processor()
 
 
+def has_bfloat16() -> bool:
+    """Whether the processor has instructions for bfloat16; others emulate it, at a tenth of fp32's rate."""
+    return re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", _proc_text("cpuinfo")) is not None
+
+
 def gpus_here(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
     """The number of NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible, counted in `devices` without a driver."""
     there = sum(1 for _ in devices.glob("nvidia[0-9]*"))

@@ -45,6 +45,7 @@ from sp_bench.point import Request, resolve
 from sp_bench.point.choose import choose
 from sp_bench.point.measured import spec_of
 from sp_bench.reading import Natural, read
+from sp_bench.terminal import fitted, say
 from sp_bench.tracing.compared import BLOCKS, Row, compared, refit, steps
 from sp_bench.tracing.kineto import Collective, Trace, read_trace
 from sp_bench.tracing.streams import lines
@@ -85,7 +86,7 @@ def _run(arguments: list[str]) -> int:
             job, spec = "sp_bench.tracing.recorder:traced", spec_of(request, choice)
             found = pool.run(job, spec, request.iters, request.warmup)
     except RankFailure as failure:
-        print(f"sp_bench.traces: {failure}", file=sys.stderr)
+        say(f"sp_bench.traces: {failure}")
         return 1
     for rank, content in enumerate(found):
         records.write_whole(folder / f"rank{rank}.json.gz", content)
@@ -104,7 +105,7 @@ def _compare(options: Mapping[str, Any], paths: Sequence[Path]) -> int:
     _print_traces([(f"rank {rank}", trace) for rank, trace in traces.items()])
     named = any(trace.ops for trace in traces.values())
     if not named and not (point and any(trace.collectives for trace in traces.values())):
-        print(NO_PLAN)
+        print(fitted(NO_PLAN))
         return 0
     if point is None:
         raise _no_point()
@@ -132,7 +133,7 @@ def _print_traces(labelled: Sequence[tuple[str, Trace]]) -> None:
     """Print the streams of each trace that has kernels of a GPU, and NCCL's kernels of all."""
     for label, trace in labelled:
         if trace.kernels:
-            print("\n".join(lines(label, trace.kernels)))
+            print(fitted("\n".join(lines(label, trace.kernels))))
     if collectives := [one for _, trace in labelled for one in trace.collectives]:
         print("\n".join(_nccl_lines(collectives)))
 
@@ -143,7 +144,7 @@ def _unmatched(files: Sequence[Path]) -> int:
     _print_traces([(name if t.rank is None else f"rank {t.rank} ({name})", t) for name, t in traces])
     if any(trace.ops for _, trace in traces):
         raise _no_point()
-    print(NO_PLAN)
+    print(fitted(NO_PLAN))
     return 0
 
 

@@ -33,6 +33,7 @@ from sp_bench.loggers.wandb_client import WandbLogger, WandbSettings, WriterErro
 from sp_bench.loggers.written import is_written
 from sp_bench.reading import read
 from sp_bench.records.gather import gather
+from sp_bench.terminal import say
 
 TIMEOUT_S = 60.0
 """The default of timeout_s: longer than a benchmark would wait."""
@@ -65,7 +66,7 @@ def _upload(arguments: list[str]) -> int:
         todo, before = _to_do(folders, settings)
         done = upload(todo, settings) if todo else Uploaded()
     except KeyboardInterrupt:
-        print("sp_bench.wandb_upload: interrupted; started again, it goes on from here", file=sys.stderr)
+        say("sp_bench.wandb_upload: interrupted; started again, it goes on from here")
         return 1
     runs, offline = Path(settings.dir) / "wandb", settings.mode == "offline"
     print(f"written: {done.written} of {len(todo)} runs, {settings.mode}, project {settings.project}")
@@ -74,7 +75,7 @@ def _upload(arguments: list[str]) -> int:
     if offline:
         print(f"nothing was sent: `wandb sync {runs}/offline-run-*` sends them, or mode=online")
     if done.stopped:
-        print(f"sp_bench.wandb_upload: {done.stopped}", file=sys.stderr)
+        say(f"sp_bench.wandb_upload: {done.stopped}")
     return 1 if done.stopped or done.failed else 0
 
 
@@ -93,7 +94,7 @@ def upload(paths: Sequence[Path], settings: WandbSettings) -> Uploaded:
                 return done
             if problem:
                 done.failed[path] = problem
-                print(f"not written: {path}: {problem}", file=sys.stderr)
+                say(f"not written: {path}: {problem}")
             done.written += not problem
             in_a_row = in_a_row + 1 if problem else 0
             if in_a_row == GIVE_UP_AFTER:
@@ -126,7 +127,7 @@ def _to_do(folders: Sequence[Path], settings: WandbSettings) -> tuple[list[Path]
     """
     found = gather(folders)
     for why in (*(why for _, why in found.broken.values()), *found.unread.values(), *found.older.values()):
-        print(f"left out: {why}", file=sys.stderr)
+        say(f"left out: {why}")
     todo = [path for path in found.records if not is_written(path, settings)]
     for folder in {path.parent for path in todo}:
         if not os.access(folder, os.W_OK):

@@ -23,6 +23,12 @@ settings.register_profile("ci", settings.get_profile("quick"), max_examples=60, 
 settings.load_profile(os.environ.get("SP_BENCH_HYPOTHESIS", "ci" if os.environ.get("SP_BENCH_CI") else "quick"))
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed has lines of any length. xdist's workers have 80 columns: no test should depend on that."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
 SHARED = ("box", "ranks", "can_be_made", "world")
 """Fixtures of which all workers together have one, those with the longest tests first."""
 USE = "ranks: Ranks"

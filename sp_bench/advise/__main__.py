@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from sp_bench.cli.report import amount, make_console, over_least, print_columns
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.point.unread import unread
+from sp_bench.terminal import fitted, say
 
 UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
 ALL = "--all"
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run_command("sp_bench.advise", __doc__ or "", _advise, argv, [ALL])
     except KeyboardInterrupt:
-        print("sp_bench.advise: interrupted", file=sys.stderr)
+        say("sp_bench.advise: interrupted")
         return 1
 
 
@@ -96,10 +96,9 @@ def _advise(arguments: Sequence[str]) -> int:
 
 
 def said(console: Console, lines: Sequence[str]) -> None:
-    """Print lines; one that is too long goes on below, as far in as it begins."""
+    """Print lines that fit the console."""
     for line in lines:
-        indent = " " * (len(line) - len(line.lstrip()))
-        console.print(textwrap.fill(line.lstrip(), console.width, initial_indent=indent, subsequent_indent=indent))
+        console.print(fitted(line, width=console.width))
 
 
 def size(text: str) -> float:

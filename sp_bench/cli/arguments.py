@@ -14,6 +14,7 @@ from typing import Any
 
 from sp_bench.errors import RequestError, unknown_key
 from sp_bench.reading import read
+from sp_bench.terminal import fitted, say
 
 
 def run_command(
@@ -26,13 +27,13 @@ def run_command(
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(arguments):
-        print(usage.rstrip())
+        print(fitted(usage.rstrip(), reflow=100))
         return 0
     try:
         refuse_flags(arguments, [*flags, "--help"])
         return run(arguments)
     except RequestError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        say(f"{name}: {error}")
         return 2
 
 

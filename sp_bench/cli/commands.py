@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
 from sp_bench.errors import RequestError
+from sp_bench.terminal import say
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Command:
         try:
             module = import_module(self.module + self.main_in)
         except RequestError as error:  # an extra that isn't installed
-            print(f"{self.module}: {error}", file=sys.stderr)
+            say(f"{self.module}: {error}")
             return 2
         return module.main(list(arguments))
 

@@ -23,22 +23,29 @@ from sp_bench.cluster.implementation import Implementation
 from sp_bench.errors import RequestError, unknown, unknown_key
 from sp_bench.loggers import logger_by_default
 from sp_bench.loggers.wandb_client import WandbSettings
+from sp_bench.machine import gpus_here
 from sp_bench.reading import has_key, keys_at
 from sp_bench.resources import CONF, conf_folders
 
 SECTIONS = {"cluster": ClusterSection, "implementation": Implementation, "logger": WandbSettings}
 """Groups whose keys can be set even if the chosen file lacks them."""
 
-SEQLEN, SEQLEN_HERE = 2**20, 2**10
+SEQLEN, SEQLEN_HERE = 2**20, 2**9
 """The sequence length that is meant where none is given, and that on this machine, whose measurement takes seconds."""
+DTYPE, DTYPE_HERE = "bfloat16", "float32"
+"""The same of the dtype: many CPUs emulate bfloat16, which takes ten times as long."""
 
 
 class Composer(ExitStack):
     """Composes configs from conf/ and similar folders: the user's, and `own`. Use it as a context manager."""
 
-    def __init__(self, own: Path | None = None) -> None:
-        """`own` is a folder of the form of conf/. Raises RequestError if it is not a folder."""
+    def __init__(self, own: Path | None = None, *, gpus: int | None = None) -> None:
+        """`own` is a folder of the form of conf/. Raises RequestError if it is not a folder.
+
+        `gpus` are those of the machine that runs the points, if it isn't this one.
+        """
         super().__init__()
+        self._gpus = gpus_here() if gpus is None else gpus
         if own and not own.is_dir():
             raise RequestError(
                 f"--config-dir {own}", "is not a folder", "a folder with method/, cluster/ ... would work"
@@ -106,8 +113,12 @@ class Composer(ExitStack):
             what = str(error).splitlines()[0]
             raise RequestError(" ".join(overrides), what, "a plain value would work") from None
         assert isinstance(resolved, dict)
+        here = resolved["cluster"].get("this_machine") is True
         if resolved["seqlen"] is None:
-            resolved["seqlen"] = SEQLEN_HERE if resolved["cluster"].get("this_machine") is True else SEQLEN
+            resolved["seqlen"] = SEQLEN_HERE if here else SEQLEN
+        if resolved["dtype"] is None:
+            on_cpus = here and (resolved["device"] == "cpu" or not self._gpus)
+            resolved["dtype"] = DTYPE_HERE if on_cpus else DTYPE
         return {str(key): value for key, value in resolved.items()}
 
     def baseline(self, config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any] | None:

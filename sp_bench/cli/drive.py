@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 from sp_bench.launch import launched
+from sp_bench.terminal import say
 from sp_bench.termination import Terminated, terminable
 
 
@@ -32,7 +32,7 @@ def _in_order(answer: Callable[[], int], at_the_end: Callable[[int], object] = l
             code = answer()
         except Terminated as terminated:
             code = 128 + terminated.signal
-            print(f"sp_bench: ended by {terminated.signal.name}; finished points are kept", file=sys.stderr)
+            say(f"sp_bench: ended by {terminated.signal.name}; finished points are kept")
         finally:
             at_the_end(code)
     return code

@@ -44,7 +44,7 @@ Exit codes: 0 ok, 2 a request that can't be served, 143 SIGTERM, 1 others."""
 
 def all_keys() -> str:
     """All keys of a point with their defaults, then the choices of each group."""
-    keys = (CONF / "config.yaml").read_text().partition("\n\n")[2].strip()
+    keys = _keys_text(CONF / "config.yaml").partition("\n\n")[2].strip()
     groups = (
         textwrap.fill(f"{group}: {', '.join(conf_files(group))}", WIDTH, subsequent_indent="  ") for group in _groups()
     )
@@ -118,10 +118,15 @@ def _about(group: str, path: Path) -> str:
     return re.split(r"(?<! al)\. ", text)[0].rstrip(".")
 
 
+def _keys_text(path: Path) -> str:
+    """A config file with each key's comment on its line."""
+    return re.sub(r"\n {12,}# ", " ", path.read_text())
+
+
 def _lines(path: Path) -> Iterator[Line]:
     """The keys of a config file with their values and comments; that of a nested one is a.b."""
     parents: list[str] = []
-    for text in path.read_text().splitlines():
+    for text in _keys_text(path).splitlines():
         if match := re.fullmatch(r"((?:  )*)(\w+):\s*(.*?)\s*(?:# (.*))?", text):
             indent, key, value, about = match.groups()
             parents = [*parents[: len(indent) // 2], key]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +16,13 @@ from sp_bench.cli import report
 from sp_bench.errors import RequestError
 from sp_bench.launch import RankCountError, launched
 from sp_bench.loggers import Logger
+from sp_bench.machine import has_bfloat16
 from sp_bench.plan.method import Method
 from sp_bench.point import NotWritten, Outcome, Request, resolve, run_points, work_of
 from sp_bench.point.request import unsupported
 from sp_bench.point.simulations import simulation_of
 from sp_bench.records import Record
+from sp_bench.terminal import say
 
 
 def run_point(
@@ -50,10 +51,10 @@ def run_point(
         outcomes = _run(console, requests, folder, logger, reuse=_reuse(config, sweep=False))
     except NotWritten as error:
         report.print_points(console, error.outcomes, folder, every=every)
-        print(f"sp_bench: {error}", file=sys.stderr)
+        say(f"sp_bench: {error}")
         return 1
     if outcomes[0].record.status == "unsupported":
-        print(f"sp_bench: {outcomes[0].record.error}", file=sys.stderr)
+        say(f"sp_bench: {outcomes[0].record.error}")
         return 2
     if as_json:
         report.print_json([outcome.record for outcome in outcomes])
@@ -93,7 +94,7 @@ def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger
         rows = _run(console, requests, folder, logger, reuse=_reuse(configs[0], sweep=True))
     except NotWritten as error:
         report.print_sweep(console, error.outcomes, every=every)
-        print(f"sp_bench: {error}", file=sys.stderr)
+        say(f"sp_bench: {error}")
         return 1
     if as_json:
         report.print_json([outcome.record for outcome in rows])
@@ -148,15 +149,17 @@ def _run(
 
 
 def _say_duration(requests: Sequence[Request]) -> None:
-    """Print to stderr about how long points that are measured on CPUs will take, by their cluster's kernel rates.
+    """Print to stderr about how long points that are measured on CPUs will take, by their cluster's rates.
 
-    Blocks alone are timed in turn with the step. What transfers and starting take isn't known before.
+    Computing alone is timed in turn with the step. What transfers and starting take isn't known before.
     """
-    seconds, unknown = 0.0, 0
+    seconds, unknown, emulated = 0.0, 0, False
     for request in requests:
         if request.mode == "simulate" or request.devices.kind != "cpu":
             continue
-        if not isinstance(request.method, Method):  # a peer has no plans
+        narrow = request.problem.dtype in ("bfloat16", "float16") and not has_bfloat16()
+        emulated |= narrow
+        if narrow or not isinstance(request.method, Method):  # a peer has no plans
             unknown += 1
             continue
         try:
@@ -164,10 +167,11 @@ def _say_duration(requests: Sequence[Request]) -> None:
             seconds += steps * simulation_of(request).least_compute_s(request)
         except RequestError:
             unknown += 1
-    known = f"about {_duration(seconds)} of blocks at {requests[0].cluster.name}'s rates" if seconds else ""
+    known = f"about {_duration(seconds)} of computing at {requests[0].cluster.name}'s rates" if seconds else ""
     more = f"{unknown} points whose time isn't known before their first steps" if unknown else ""
+    more += ": this CPU emulates their dtype, and dtype=float32 is faster" if emulated else ""
     if known or more:
-        print(" and ".join(filter(None, (known, more))), file=sys.stderr)
+        say(" and ".join(filter(None, (known, more))))
 
 
 def _duration(seconds: float) -> str:
@@ -199,7 +203,7 @@ def _bar(steps: int) -> Iterator[Callable[[int], None]]:
             began_s = began_s or now_s
             if done and not console.is_terminal and now_s - said_s > SAID_EVERY_S:
                 left = _duration((now_s - began_s) / done * (steps - done))
-                print(f"{done} of {steps} benchmark steps, about {left} left", file=sys.stderr)
+                say(f"{done} of {steps} benchmark steps, about {left} left")
                 said_s = now_s
             done += more
 

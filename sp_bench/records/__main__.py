@@ -24,6 +24,7 @@ from sp_bench.records.fields_page import fields_page
 from sp_bench.records.gather import SET_ASIDE, Gathered, files_below, gather
 from sp_bench.records.json_schema import json_schema
 from sp_bench.records.tables import write_tables
+from sp_bench.terminal import say
 
 MODES_IN_WORDS = {"measure": "measured", "alone": "measured alone", "simulate": "simulated", "report": "reported"}
 
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
             case _:
                 collect(arguments.folders, arguments.to or arguments.folders[0])
     except RequestError as error:
-        print(f"sp_bench.records: {error}", file=sys.stderr)
+        say(f"sp_bench.records: {error}")
         return 2
     return 0
 
@@ -91,7 +92,7 @@ def collect(folders: list[Path], to: Path) -> None:
         raise RequestError(f"--to {to}", f"can't be written ({error.strerror})", "--to tables would work") from None
     moved = [path for path, (folder, why) in found.broken.items() if _set_aside(path, folder, why)]
     for why in (*found.unread.values(), *found.older.values()):
-        print(f"left out: {why}", file=sys.stderr)
+        say(f"left out: {why}")
     print(f"{_count(len(found.records), 'record')}: {', '.join(map(str, written))}")
     for line in _summary(found, moved):
         print(line)
@@ -123,9 +124,9 @@ def _set_aside(path: Path, folder: Path, why: str) -> bool:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(path, target)
     except OSError as error:
-        print(f"broken: {why}; it could not be moved: {error}", file=sys.stderr)
+        say(f"broken: {why}; it could not be moved: {error}")
         return False
-    print(f"set aside: {why}", file=sys.stderr)
+    say(f"set aside: {why}")
     return True
 
 

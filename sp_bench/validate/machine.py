@@ -1,4 +1,5 @@
-"""python -m sp_bench.validate published, or [out=FOLDER] [--config-dir DIR] [key=value,value ...]
+"""python -m sp_bench.validate published
+python -m sp_bench.validate [out=FOLDER] [--config-dir DIR] [key=value,value ...]
 
 `published` compares simulations with others' published measurements (sp_bench.validate.published). Otherwise:
 measures every point on this machine, simulates it with its cluster's figures, and reports how far apart the two are.
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from sp_bench.point import Outcome, Request, resolve, run_points, work_of
 from sp_bench.point.request import setting_of
 from sp_bench.point.simulations import simulation_of
 from sp_bench.records import Record
+from sp_bench.terminal import say
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -121,7 +122,7 @@ def validate(configs: Sequence[Mapping[str, Any]], out: Path) -> pd.DataFrame:
     if not groups:
         raise refused[0] if refused else RequestError("no points", "there is nothing to do", "method=ring would work")
     for error in refused:
-        print(f"left out: {error}", file=sys.stderr)
+        say(f"left out: {error}")
     console, rows, done = Console(), [], 0
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("points", total=sum(map(work_of, groups.values())))
@@ -173,7 +174,7 @@ def _measure(
     record = found[reference.run_id]
     if record.status == "ok":
         return found, speed_of(reference, record)
-    print(f"the speed of the cores is not known, and taken to be as calibrated: {record.error}", file=sys.stderr)
+    say(f"the speed of the cores is not known, and taken to be as calibrated: {record.error}")
     return found, None
 
 

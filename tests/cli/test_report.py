@@ -271,13 +271,18 @@ def test_a_measurement_says_before_and_meanwhile_how_long_it_takes(
 ) -> None:
     """Before by the cluster's rates, whose square the length is; meanwhile by the steps that are done."""
     local = ["cluster=local", "device=cpu", "gpus=2", "method=ring", "iters=10"]
-    session._say_duration([point(*local, f"seqlen={seqlen}") for seqlen in ("1k",)])
-    session._say_duration([point(*local, f"seqlen={seqlen}") for seqlen in ("64k",)])
+    session._say_duration([point(*local, "seqlen=1k")])
+    session._say_duration([point(*local, "seqlen=64k")])
+    session._say_duration([point(*local, "model=tiny")])
     session._say_duration([point("gpus=8", "seqlen=64k")])
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2, "what is simulated takes no time"
-    short, long = (re.fullmatch(r"about ([\d.]+) (s|h) of blocks at local's rates", line) for line in lines)
-    assert short and long and (short[2], long[2]) == ("s", "h")
+    assert len(lines) == 3, "what is simulated takes no time"
+    said = [re.fullmatch(r"about ([\d.]+) (s|h) of computing at local's rates", line) for line in lines]
+    assert [one and one[2] for one in said] == ["s", "h", "s"]
+    monkeypatch.setattr(session, "has_bfloat16", lambda: False)
+    session._say_duration([point(*local, "dtype=bfloat16")])
+    unknown = "1 points whose time isn't known before their first steps: this CPU emulates their dtype, and "
+    assert capsys.readouterr().err == f"{unknown}dtype=float32 is faster\n"
     now_s = iter((0.0, 5.0, 45.0, 46.0))
     monkeypatch.setattr(session.time, "monotonic", lambda: next(now_s, 46.0))
     with session._bar(11) as advance:
@@ -287,8 +292,13 @@ def test_a_measurement_says_before_and_meanwhile_how_long_it_takes(
     assert capsys.readouterr().err.splitlines() == [said.replace("6.7", "7")]
 
 
-def test_this_machine_has_a_short_sequence_by_default() -> None:
-    with Composer() as composer:
-        assert composer.compose(["cluster=local"])["seqlen"] == 2**10
-        assert composer.compose(["cluster=local", "seqlen=4k"])["seqlen"] == "4k"
-        assert composer.compose([])["seqlen"] == 2**20
+def test_this_machine_has_a_short_sequence_and_a_fast_dtype_by_default() -> None:
+    def chosen(*given: str, gpus: int) -> tuple[object, object]:
+        with Composer(gpus=gpus) as composer:
+            config = composer.compose(given)
+        return config["seqlen"], config["dtype"]
+
+    assert chosen("cluster=local", gpus=0) == chosen("cluster=local", "device=cpu", gpus=8) == (2**9, "float32")
+    assert chosen("cluster=local", gpus=8) == (2**9, "bfloat16")
+    assert chosen("cluster=local", "seqlen=4k", "dtype=float64", gpus=0) == ("4k", "float64")
+    assert chosen(gpus=0) == chosen(gpus=8) == (2**20, "bfloat16")

@@ -160,8 +160,8 @@ def test_parameters_are_split_where_they_do_not_fit() -> None:
 
 
 def test_a_device_without_figures_of_matrix_products_is_refused() -> None:
-    with pytest.raises(RequestError, match="dtype=float32: there are no figures of matrix products for it on CPU"):
-        simulate_training(point("mode=simulate", "gpus=2", "method=ring", "dtype=float32", "head_dim=64"))
+    with pytest.raises(RequestError, match="dtype=float16: there are no figures of matrix products for it on CPU"):
+        simulate_training(point("mode=simulate", "gpus=2", "method=ring", "dtype=float16", "head_dim=64"))
 
 
 def test_slow_ranks_are_refused() -> None:
