@@ -70,7 +70,7 @@ def test_a_missing_tool_is_named(there: list[str], missing: str, tmp_path: Path)
         if not (tool := shutil.which(name)):
             pytest.skip(f"{name} is not in PATH")
         (tools / name).symlink_to(tool)
-    said = command_line(POINT, tmp_path, path=str(tools))
+    said = " ".join(command_line(POINT, tmp_path, path=str(tools)).split())
     assert f"cluster.hosts: hosts are made with {missing}, which is not in PATH; the package iproute2" in said
 
 
