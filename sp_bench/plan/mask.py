@@ -19,8 +19,6 @@ from functools import cached_property
 from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.layout import LAYOUTS, Layout, Positions
@@ -143,7 +141,7 @@ class Causal(WholeMask):
 
     def relation(self, q_chunk, kv_chunk) -> Any:
         """0, 1 or 2: the query chunk is below, equal to or above the key chunk."""
-        return (q_chunk >= kv_chunk) * np.int8(1) + (q_chunk > kv_chunk)
+        return 1 * (q_chunk >= kv_chunk) + (q_chunk > kv_chunk)
 
 
 def _count(positions: Positions) -> int:
