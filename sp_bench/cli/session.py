@@ -180,6 +180,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
+TELLING = 3
+"""How many steps tell what the others will take: the first ones load kernels and open connections."""
 SAID_EVERY_S = 20.0
 """Seconds between two lines about progress where there is no terminal for a bar."""
 
@@ -202,8 +204,8 @@ def _bar(steps: int) -> Iterator[Callable[[int], None]]:
             now_s = time.monotonic()
             began_s = began_s or now_s
             if done and not console.is_terminal and now_s - said_s > SAID_EVERY_S:
-                left = _duration((now_s - began_s) / done * (steps - done))
-                say(f"{done} of {steps} benchmark steps, about {left} left")
+                left = f", about {_duration((now_s - began_s) / done * (steps - done))} left" if done >= TELLING else ""
+                say(f"{done} of {steps} benchmark steps{left}")
                 said_s = now_s
             done += more
 
