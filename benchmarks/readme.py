@@ -17,7 +17,7 @@ import seaborn as sns
 
 from sp_bench.__main__ import main as sp_bench
 from sp_bench.advise.__main__ import heading
-from sp_bench.advise.candidates import answer
+from sp_bench.advise.candidates import Question, answer
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.point import resolve
@@ -46,7 +46,7 @@ def table() -> str:
 
 def advice() -> str:
     """The README's first answer: what advise says is the fastest, and by what figures."""
-    found = answer(ADVISE.split()[3:])
+    found = answer(Question(ADVISE.split()[3:]))
     said, figures = heading(found)[2:4]
     return block(ADVISE, [*textwrap.wrap(said, 80), *textwrap.wrap(figures, 80)])
 
