@@ -129,7 +129,7 @@ class TritonDriver:
 
     @staticmethod
     def launcher_cls(source: object, metadata: object) -> Callable[..., None]:
-        """What launches a kernel."""
+        """The function that would launch a kernel."""
 
         def launch(*given: Any) -> None:
             TritonDriver.launched[:] = [given]

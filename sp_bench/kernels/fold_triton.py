@@ -143,24 +143,22 @@ def fold_fused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) ->
 
     The new lse is within 2^-23 and a rounding of torch.logaddexp's. Raises ValueError for other dtypes.
     """
-    if not out.dtype == lse.dtype == part_lse.dtype == torch.float32:
-        raise ValueError(f"accumulators of {out.dtype}, {lse.dtype}, {part_lse.dtype}: the fused fold is for float32")
-    if not out.numel():
-        return
-    strides = out.stride(), lse.stride(), part_out.stride(), part_lse.stride()
-
-    def plan() -> Any:
-        batch, tokens, heads, head_dim = out.shape
-        at_once, padded = _rows_at_once(head_dim)
-        numbers = (tokens, head_dim, *chain(*strides), at_once, padded)
-        return (triton.cdiv(tokens, at_once), heads, batch), numbers
-
-    _launch((FOLD, out.shape, *strides, part_out.dtype), _fold_kernel, (out, lse, part_out, part_lse), plan)
+    _fold((out, lse), (part_out, part_lse), FOLD, _fold_kernel, (out, lse, part_out, part_lse))
 
 
 def folds_fused_(totals: Sequence[Pair], parts: Sequence[Pair]) -> None:
     """`fold_fused_` of several (out_BSHD, lse_BHS) in one kernel. All must be alike in shapes, strides and dtypes."""
-    (out, lse), (part_out, part_lse) = totals[0], parts[0]
+    given = (*zip(*totals, strict=True), *zip(*parts, strict=True))
+    _fold(totals[0], parts[0], FOLDS, _folds_kernel, given, results=len(totals))
+
+
+def _fold(
+    total: Pair, part: Pair, which: int, kernel: Any, given: Sequence[Any], *, results: int | None = None
+) -> None:
+    """Launch a kernel that folds what is like this part into what is like this total; of several, how many `results`
+    there are.
+    """
+    (out, lse), (part_out, part_lse) = total, part
     if not out.dtype == lse.dtype == part_lse.dtype == torch.float32:
         raise ValueError(f"accumulators of {out.dtype}, {lse.dtype}, {part_lse.dtype}: the fused fold is for float32")
     if not out.numel():
@@ -169,12 +167,12 @@ def folds_fused_(totals: Sequence[Pair], parts: Sequence[Pair]) -> None:
 
     def plan() -> Any:
         batch, tokens, heads, head_dim = out.shape
+        before, count = ((batch,), (results,)) if results else ((), ())
         at_once, padded = _rows_at_once(head_dim)
-        numbers = (batch, tokens, head_dim, *chain(*strides), len(totals), at_once, padded)
-        return (triton.cdiv(tokens, at_once), heads, batch * len(totals)), numbers
+        numbers = (*before, tokens, head_dim, *chain(*strides), *count, at_once, padded)
+        return (triton.cdiv(tokens, at_once), heads, batch * (results or 1)), numbers
 
-    given = (*zip(*totals, strict=True), *zip(*parts, strict=True))
-    _launch((FOLDS, len(totals), out.shape, *strides, part_out.dtype), _folds_kernel, given, plan)
+    _launch((which, results, out.shape, *strides, part_out.dtype), kernel, given, plan)
 
 
 def sums_fused_(into: Sequence[Tensor], parts: Sequence[Tensor], *, adds: bool) -> None:

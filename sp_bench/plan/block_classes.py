@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -42,10 +42,16 @@ class BlockClasses:
         """A quantity of each class, (classes,), added up over the blocks of each rank, or some `rows` of them: (n,)."""
         if by_class.size <= FEW_CLASSES and (rows is None or len(rows) == len(self.of)):
             return by_class[: len(self._counts)] @ self._counts
-        rows, total = np.arange(len(self.of)) if rows is None else rows, np.zeros(self.of.shape[1], by_class.dtype)
-        for start in range(0, len(rows), BLOCKS_AT_ONCE):
-            total += by_class[self.of[rows[start : start + BLOCKS_AT_ONCE]]].sum(axis=0)
+        total = np.zeros(self.of.shape[1], by_class.dtype)
+        for few in self.slabs(by_class, rows):
+            total += few.sum(axis=0)
         return total
+
+    def slabs(self, by_class: np.ndarray, rows: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """A quantity of each class, (classes,), of all blocks or some `rows`, few at once: (blocks, n)."""
+        rows = np.arange(len(self.of)) if rows is None else rows
+        for start in range(0, len(rows), BLOCKS_AT_ONCE):
+            yield by_class[self.of[rows[start : start + BLOCKS_AT_ONCE]]]
 
 
 _CACHE: WeakKeyDictionary[Plan, dict[Hashable, BlockClasses]] = WeakKeyDictionary()

@@ -205,11 +205,9 @@ def _with_implementation(cluster: Cluster, choice: Choice, row: Backing) -> Vali
     if asked != OURS:
         return Validation(row.kind, None, why)
     there = replace(cluster, device=cluster.device.used_by(measured))
-    bare = replace(choice, runs={})
-    theirs = simulated(bare, there, nearly_alike=True)
+    theirs = simulated(choice, there, nearly_alike=True)
     same = all(theirs.runs[phase].graph.exact == run.graph.exact for phase, run in choice.runs.items())
-    ours = choice if same else simulated(bare, cluster, nearly_alike=True)
-    step_s = theirs.total_s
+    step_s, ours = theirs.total_s, choice if same else simulated(choice, cluster, nearly_alike=True)
     apart = abs(step_s / ours.total_s - 1)
     if apart > TELLING:
         return Validation(row.kind, None, f"{why}, which is simulated to take {1e3 * step_s:.4g} ms")

@@ -117,22 +117,27 @@ def variants(request: Request, methods: Sequence[Method]) -> Sequence[Choice]:
 
 
 def _first_simulated(choices: Sequence[Choice], cluster: Cluster) -> Choice:
-    """The first one that isn't too large to simulate; the last one's RequestError if all are."""
+    """The first one that isn't too large to simulate, with every rank's own blocks; the last one's RequestError if all
+    are. Runs that one has already are of that cluster.
+    """
     *others, last = choices
     for choice in others:
         with suppress(RequestError):
-            return simulated(choice, cluster)
-    return simulated(last, cluster)
+            return _exact(choice, cluster)
+    return _exact(last, cluster)
+
+
+def _exact(choice: Choice, cluster: Cluster) -> Choice:
+    if not choice.runs:
+        return simulated(choice, cluster)
+    return replace(choice, runs={k: exactly(run, choice.problem, cluster) for k, run in choice.runs.items()})
 
 
 def simulated(choice: Choice, cluster: Cluster, *, nearly_alike: bool = False) -> Choice:
     """The choice with the simulation of its plans on a cluster, nearly alike ranks taken for alike if wanted.
 
-    Runs that it has already are of that cluster, and are made exact. Raises RequestError if it is too large to
-    simulate.
+    Raises RequestError if it is too large to simulate.
     """
-    if choice.runs:
-        return replace(choice, runs={k: exactly(run, choice.problem, cluster) for k, run in choice.runs.items()})
     runs = {
         phase: simulate(plan, choice.problem, cluster, nearly_alike=nearly_alike)
         for phase, plan in choice.plans.items()

@@ -166,7 +166,7 @@ def simulate(
     almost equally long, each as slow as the slowest: enough to rank variants (`Run.exact` says if it did).
     """
     graph = build_graph(plan, problem, cluster, use_symmetry=use_symmetry, nearly_alike=use_symmetry)
-    found = _run(plan, graph, cluster, graph.tasks, exact=graph.exact)
+    found = _run(plan, graph, cluster, exact=graph.exact)
     return found if nearly_alike else exactly(found, problem, cluster)
 
 
@@ -181,16 +181,15 @@ def exactly(run: Run, problem: Problem, cluster: Cluster) -> Run:
         return run
     graph = run.graph
     if graph.tasks.delay_s.size * (problem.n / graph.quotient.ranks.size) > MANY_TASKS:
-        fast = _run(run.plan, graph, cluster, graph.fastest, exact=False)
+        fast = _run(run.plan, replace(graph, tasks=graph.fastest), cluster, exact=False)
         if np.all(run.ended_s - fast.ended_s <= SAME_STEP * run.makespan_s):
             return replace(run, exact=True)
-    graph = build_graph(run.plan, problem, cluster)
-    return _run(run.plan, graph, cluster, graph.tasks, exact=True)
+    return _run(run.plan, build_graph(run.plan, problem, cluster), cluster, exact=True)
 
 
-def _run(plan: Plan, graph: PlanGraph, cluster: Cluster, tasks: TaskGraph, *, exact: bool) -> Run:
-    solver = "python" if tasks.delay_s.size < FEW_TASKS and not is_compiled() else "auto"
-    timing, tasks = settle(replace(graph, tasks=tasks), cluster.device.transfer_slowdown, solver)
+def _run(plan: Plan, graph: PlanGraph, cluster: Cluster, *, exact: bool) -> Run:
+    solver = "python" if graph.tasks.delay_s.size < FEW_TASKS and not is_compiled() else "auto"
+    timing, tasks = settle(graph, cluster.device.transfer_slowdown, solver)
     return Run(plan, graph, timing.start_s, timing.finish_s, graph.busy_s(timing), graph.work_s(tasks), exact)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -145,7 +145,8 @@ class _Flow(NamedTuple):
     sends: np.ndarray | bool
     """Whether a rank sends it, and whether it receives one: True for all."""
     receives: np.ndarray | bool
-    later_bytes: np.ndarray | None
+    later_bytes: Any
+    """Those of its Wire."""
 
 
 class _Builder:
@@ -294,12 +295,7 @@ class _Builder:
         (sizes,) = messages(previous, self.problem, self.ranks, self.costs.wanted.get(before))
         (flow,) = self.flows[before]
         whole = sum(sizes.values())
-        rest_s = (
-            np.minimum(
-                whole - next(iter(sizes.values())), whole - (0 if flow.later_bytes is None else flow.later_bytes)
-            )
-            / path.alone_bytes_per_s
-        )
+        rest_s = np.minimum(whole - next(iter(sizes.values())), whole - flow.later_bytes) / path.alone_bytes_per_s
         hidden_s, elsewhere = np.minimum(path.latency_s, rest_s), self._elsewhere(index)
         begun = [self.rows.add(hidden_s, elsewhere)] if elsewhere else []
         return PipelinedStart(hidden_s, begun)
@@ -366,7 +362,7 @@ class _Builder:
             if flow.sends is not True:
                 there = [np.where(flow.sends, posted, ended) for posted, ended in zip(there, expecting, strict=True)]
             tasks.append(self.rows.add(flow.delay_s, [*before, *there, *begun], flow.sent, flow.over, flow.weight))
-            if flow.later_bytes is not None:
+            if np.any(flow.later_bytes):
                 self.later.append(([tasks[-1]], flow.later_bytes, flow.over))
             came = tasks[-1][flow.over.source]
             arrived.append(came if flow.receives is True else np.where(flow.receives, came, tasks[-1]))
@@ -376,15 +372,13 @@ class _Builder:
 
     def _flows(self, index: int, op: Transfer, hidden_s: np.ndarray | float) -> list[_Flow]:
         """The flows of a transfer's messages; a Pass that is the same on all ranks has the same ones every time."""
-        if self.noise.variance or self.cluster.hosts or not self.costs.is_alike(index, op):
+        differ = self.noise.variance or self.cluster.hosts or np.any(hidden_s)
+        if differ or not self.costs.is_alike(index, op):
             return self._find_flows(index, op, hidden_s)
         assert isinstance(op, Pass)
         key = (op.group, op.shift, op.tensor, op.send in self.lowering.unsummed)
-        if np.any(hidden_s) or key not in self.alike:
-            found = self._find_flows(index, op, hidden_s)
-            if np.any(hidden_s):
-                return found
-            self.alike[key] = found
+        if key not in self.alike:
+            self.alike[key] = self._find_flows(index, op, hidden_s)
         return self.alike[key]
 
     def _find_flows(self, index: int, op: Transfer, hidden_s: np.ndarray | float) -> list[_Flow]:
@@ -405,8 +399,7 @@ class _Builder:
             loads = path.loads * self._crowding(path, len(paths))
             over = self._over_cores(path._replace(loads=loads, rate_cap=rate_cap), wire)
             sent = np.broadcast_to(np.asarray(message.bytes - wire.later_bytes, float), self.ranks.size)
-            later_bytes = wire.later_bytes if np.any(wire.later_bytes) else None
-            found.append(_Flow(latency_s + staged_s, sent, over, wire.weight, sends, receives, later_bytes))
+            found.append(_Flow(latency_s + staged_s, sent, over, wire.weight, sends, receives, wire.later_bytes))
         return found
 
     def _path(self, group: Group | Exchange, shift: int) -> Path:

@@ -15,7 +15,6 @@ import numpy as np
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.lower import Lowering
 from sp_bench.plan import casts
-from sp_bench.plan.block_classes import BLOCKS_AT_ONCE
 from sp_bench.plan.demand import demand
 from sp_bench.plan.groups import Exchange
 from sp_bench.plan.ops import (
@@ -106,9 +105,7 @@ class OperationCosts:
 
     def _by_block(self) -> Iterator[np.ndarray]:
         """What may differ by rank of blocks, many at once: (blocks, n)."""
-        rows = self._blocks.alone
-        for start in range(0, len(rows), BLOCKS_AT_ONCE):
-            yield self._blocks.class_s[self._classes.of[rows[start : start + BLOCKS_AT_ONCE]]]
+        yield from self._classes.slabs(self._blocks.class_s, self._blocks.alone)
         for index, op in self._plan:
             if isinstance(op, Fused | Gathered):
                 yield np.stack(self._blocks.by_rank(index, op))

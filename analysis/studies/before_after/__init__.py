@@ -167,7 +167,7 @@ def ran(
 
 
 def printed(checkout: Path, when: str) -> list[list[dict[str, Any]]]:
-    """What the commands of each item print; `when` is before or now."""
+    """The output of each item's commands; `when` is before or now."""
     found = []
     with tempfile.TemporaryDirectory() as name:
         hidden = Path(name) / "hidden"

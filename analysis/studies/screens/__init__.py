@@ -53,7 +53,7 @@ def pictures(runs: Runs) -> str:
 
 
 def _terminal(file: Path) -> Path:
-    """What the command prints in a terminal of 80 columns, as a drawing."""
+    """The command's output in a terminal of 80 columns, as a drawing."""
     environment = os.environ | {"COLUMNS": str(COLUMNS), "FORCE_COLOR": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
