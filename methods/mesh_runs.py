@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sp_bench.methods.mesh_schedule import Block, Tile, first_bit, own_last
+from sp_bench.methods.mesh_schedule import Block, Tile, first_bit, first_bits, own_last
 
 
 class RowRuns(Tile):
@@ -42,12 +42,13 @@ def _next_run(tile: Tile, most: int, *, columns: bool = False) -> list[Block]:
 
     They are of the first row, in order of priority, that has as many, or of the one that has the most.
     """
-    lines, here, across = tile.rows, tile.q_received, tile.kv_received
+    lines, left = (tile.columns, tile.unfinished_columns) if columns else (tile.rows, tile.unfinished_rows)
+    here, across = tile.q_received, tile.kv_received
     if columns:
-        lines, here, across = tile.columns, across, here
+        here, across = across, here
     best: tuple[int, list[int]] = (0, [])
-    for line in own_last(here + 1):
-        run = _first_run(lines[line] & ((1 << (across + 1)) - 1), most)
+    for line in own_last(left & first_bits(here + 1)):
+        run = _first_run(lines[line] & first_bits(across + 1), most)
         best = max(best, (line, run), key=lambda found: len(found[1]))
         if len(run) == most:
             break

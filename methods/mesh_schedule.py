@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 
@@ -24,10 +24,15 @@ class Tile:
     """For each row u, a bit set of the columns v whose block is not computed yet."""
     columns: list[int] = field(init=False)
     """For each column v, a bit set of the rows u whose block is not computed yet."""
+    unfinished_rows: int = field(init=False)
+    """A bit set of the rows that have blocks to compute."""
+    unfinished_columns: int = field(init=False)
+    """A bit set of the columns that have."""
 
     def __post_init__(self) -> None:
-        self.rows = [(1 << self.b) - 1] * self.a
-        self.columns = [(1 << self.a) - 1] * self.b
+        self.unfinished_rows, self.unfinished_columns = first_bits(self.a), first_bits(self.b)
+        self.rows = [self.unfinished_columns] * self.a
+        self.columns = [self.unfinished_rows] * self.b
 
     @property
     def received_all(self) -> bool:
@@ -43,16 +48,16 @@ class Tile:
 
     def next_in_rows(self) -> Block | None:
         """The first ready block in row-first order, (u, v); None if none is ready."""
-        ready = (1 << (self.kv_received + 1)) - 1
-        for u in own_last(self.q_received + 1):
+        ready = first_bits(self.kv_received + 1)
+        for u in own_last(self.unfinished_rows & first_bits(self.q_received + 1)):
             if self.rows[u] & ready:
                 return u, first_bit(self.rows[u] & ready)
         return None
 
     def next_in_columns(self) -> Block | None:
         """The first ready block in column-first order, (u, v); None if none is ready."""
-        ready = (1 << (self.q_received + 1)) - 1
-        for v in own_last(self.kv_received + 1):
+        ready = first_bits(self.q_received + 1)
+        for v in own_last(self.unfinished_columns & first_bits(self.kv_received + 1)):
             if self.columns[v] & ready:
                 return first_bit(self.columns[v] & ready), v
         return None
@@ -61,6 +66,10 @@ class Tile:
         u, v = block
         self.rows[u] &= ~(1 << v)
         self.columns[v] &= ~(1 << u)
+        if not self.rows[u]:
+            self.unfinished_rows &= ~(1 << u)
+        if not self.columns[v]:
+            self.unfinished_columns &= ~(1 << v)
         return block
 
     def compute_blocks(self, x: int, choose: Callable[[], Block | None]) -> tuple[Block, ...]:
@@ -71,9 +80,19 @@ class Tile:
         return tuple(blocks)
 
 
-def own_last(count: int) -> list[int]:
-    """Rows or columns in order of priority. #0, the rank's own chunk, is last, as no transfer waits for it."""
-    return [*range(1, count), 0]
+def own_last(lines: int) -> Iterator[int]:
+    """Rows or columns of a bit set, by priority. #0, the rank's own chunk, is last, as no transfer waits for it."""
+    others = lines & ~1
+    while others:
+        yield first_bit(others)
+        others &= others - 1
+    if lines & 1:
+        yield 0
+
+
+def first_bits(count: int) -> int:
+    """The bit set of the first `count` lines."""
+    return (1 << count) - 1
 
 
 def first_bit(bits: int) -> int:
@@ -120,7 +139,7 @@ def forward_schedule(a: int, b: int, c: Mapping[Tensor, int], kind: type[Tile] =
             steps.append(Step(None, compute_blocks(1)))
         steps.append(Step(O, compute_blocks(c[O])))
         sent_o += 1
-    while any(tile.rows):
+    while tile.unfinished_rows:
         steps.append(Step(None, compute_blocks(1)))
     return steps
 
@@ -134,7 +153,7 @@ def backward_schedule(a: int, b: int, c: Mapping[Tensor, int], kind: type[Tile] 
     tile, steps, sent = kind(a, b), [], {DQ: 0, DKV: 0}
 
     def choose_next_block() -> Block | None:
-        row, column = _first_unfinished(tile.rows), _first_unfinished(tile.columns)
+        row, column = next(own_last(tile.unfinished_rows), 0), next(own_last(tile.unfinished_columns), 0)
         # c_dQ / n_dQ < c_dKV / n_dKV. Row and column 0 have no profit, as finishing them allows no send.
         dq_profit = c[DQ] * tile.columns[column].bit_count() if row else 0
         dkv_profit = c[DKV] * tile.rows[row].bit_count() if column else 0
@@ -158,7 +177,7 @@ def backward_schedule(a: int, b: int, c: Mapping[Tensor, int], kind: type[Tile] 
             if valid(tensor):
                 steps.append(Step(tensor, compute_blocks(c[tensor])))
                 sent[tensor] += 1
-    while any(tile.rows):
+    while tile.unfinished_rows:
         steps.append(Step(None, compute_blocks(1)))
     return steps
 
@@ -173,7 +192,3 @@ def _received(tile: Tile, tensor: Tensor) -> None:
         tile.kv_received += 1
     else:
         tile.q_received += 1
-
-
-def _first_unfinished(lines: Sequence[int]) -> int:
-    return next((i for i in own_last(len(lines)) if lines[i]), 0)
