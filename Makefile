@@ -1,5 +1,6 @@
-# make bench: set up, then the main job. make test: set up, then the tests, less the exhaustive ones, which make
-# test-all runs too. make check: lint, format, types, floors.
+# make bench: set up, then the main job. make test: set up, then the tests. make test-long: those that take long and are
+# the only ones of something. make test-all: all, with further cases of what others cover. make check: lint, format,
+# types, floors.
 PYTHON ?= python3
 VENV := .venv
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python -m
@@ -11,20 +12,21 @@ CONSTRAINTS ?= constraints.txt
 # Tests start several hundred interpreters. Without bytecode each compiles all modules of the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench test test-all check types floors layout format clean
+.PHONY: bench test test-long test-all check types floors layout format clean
 
 bench: $(VENV)/ready
 	$(RUN) sp_bench method=mesh gpus=4 cluster=local seqlen=8k heads=8 head_dim=64 dtype=float32 iters=5 warmup=1
 	$(RUN) sp_bench method=mesh gpus=256
 
 # Nine ranks keep all cores busy. Beside them others, and they themselves, take several times as long.
-test: LESS := and not exhaustive
-test test-all: $(VENV)/ready
+test: WHICH := and not exhaustive and not long
+test-long: WHICH := and long and not exhaustive
+test test-long test-all: $(VENV)/ready
 	@echo "$@: the tests of ranks, one after the other, then the rest on $(WORKERS) workers. A dot is a test, and" \
 	    "'$(RUN) pytest tests/plan' runs those of one folder. On two cores 'make test' has taken 10 minutes, and" \
 	    "'make test-all' over an hour."
-	$(RUN) pytest -m 'ranks $(LESS)' && ok=true || ok=false; \
-	$(RUN) pytest -n $(WORKERS) -m 'not ranks $(LESS)' && $$ok
+	$(RUN) pytest -m 'ranks $(WHICH)' && ok=true || ok=false; \
+	$(RUN) pytest -n $(WORKERS) -m 'not ranks $(WHICH)' && $$ok
 
 check: $(VENV)/ready types floors
 	$(RUN) ruff check .

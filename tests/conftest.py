@@ -37,7 +37,7 @@ USE = "ranks: Ranks"
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where only tests of the ranks are asked for, only their files are collected, which takes seconds less."""
-    asked = re.fullmatch(r"ranks( and not \w+)?\s*", config.option.markexpr)
+    asked = re.fullmatch(r"ranks( and (not )?\w+)*\s*", config.option.markexpr)
     is_file = collection_path.suffix == ".py"
     return True if asked and is_file and not _may_use_ranks(collection_path) else None
 

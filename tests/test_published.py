@@ -19,7 +19,7 @@ SEEN = pd.read_csv(PAGE, dtype={"causal": str}, keep_default_na=False)
 GIVEN = SEEN[SEEN["set"] == "given"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_page_is_what_is_simulated() -> None:
     rows = [*measurements(), *held_out()]
     chosen = [2, 13, 16, 42, 50, 60, 70, 85, 97, 108, 128]
@@ -29,7 +29,7 @@ def test_the_page_is_what_is_simulated() -> None:
     assert len(SEEN) == len(rows)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_errors_are_within_what_is_promised() -> None:
     """Medians by links, and the order of pairs whose measured times differ by more than 3%."""
     medians = GIVEN.assign(off=GIVEN["error"].abs()).groupby("links")["off"].median()
@@ -52,7 +52,7 @@ def test_nothing_is_fitted_to_what_is_held_out() -> None:
         assert all(row in measurements() for row, _ in left_out.others(fit, "forward"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_source_is_left_out_with_all_that_was_fitted_to_it() -> None:
     """Rates that another source has measured too are fitted again to it; what no other has becomes the prior."""
     by_source = {fit["source"]: [row for row in measurements() if fit["source"] in row["source"]] for fit in fits()}

@@ -27,7 +27,7 @@ from tests.support.clusters import problem
 SMALL = "cluster=local heads=2 head_dim=64 dtype=float32 causal=false iters=5 warmup=1 parts=false logger=none".split()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_points_are_measured_and_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,7 +65,7 @@ def test_points_are_measured_and_simulated(
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "validation.csv"), table)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_each_point_keeps_the_speed_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where others are added later, or the speed was not written before the end came."""
     speeds = iter([1.0, 2.0, 3.0, 5.0])
@@ -90,7 +90,7 @@ def test_each_point_keeps_the_speed_of_its_time(tmp_path: Path, monkeypatch: pyt
     assert pd.read_csv(tmp_path / "validation.csv")["speed"].tolist() == [3.0, 5.0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_points_whose_parts_are_timed_anyway_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one tells the speed, which also one that is added later has to be measured with."""
     asked: list[list[str]] = []
@@ -141,7 +141,7 @@ def test_a_point_that_can_not_be_simulated_is_a_row(tmp_path: Path) -> None:
     assert "oom: " in (tmp_path / "validation.md").read_text()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_what_can_not_be_measured_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"out={tmp_path}", *SMALL, "gpus=2", "seqlen=512", "method=ring,startrail", "method.team=3"]) == 2
     assert "method.team" in capsys.readouterr().err

@@ -166,7 +166,7 @@ def test_a_wandb_that_hangs_is_given_up(
     assert "not done after 0.3 s, given up" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_killed_upload_goes_on_where_it_stopped(uploads: Uploads, monkeypatch: pytest.MonkeyPatch):
     ids = [f"{i:02}" for i in range(20)]
     for run_id in ids:

@@ -22,7 +22,7 @@ def found() -> Answer:
     return answer(Question(ASKED))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_an_interval_is_what_would_be_measured(found: Answer) -> None:
     """With simulated / measured - 1 at either end of the error of the record's own validation."""
     for each in found.feasible:
@@ -37,7 +37,7 @@ def test_an_interval_is_what_would_be_measured(found: Answer) -> None:
     assert names["zigzag"] and names["ulysses"] and not names["mesh"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_all_methods_are_ranked_or_refused(found: Answer) -> None:
     names = [each.method.name for each in found.feasible]
     assert {*names, *found.refused} == {*REGISTRY} - {"reference"}
@@ -47,7 +47,7 @@ def test_all_methods_are_ranked_or_refused(found: Answer) -> None:
     assert (record.mode, record.workload, record.heads, record.kv_heads) == ("simulate", "attention", 32, 8)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_memory_rules_methods_out(found: Answer) -> None:
     needed = sorted(each.record.peak_mem_bytes_max or 0 for each in found.feasible)
     limit = (needed[0] + needed[-1]) / 2
@@ -57,7 +57,7 @@ def test_memory_rules_methods_out(found: Answer) -> None:
     assert all("GB a GPU, of" in why for why in tight.refused.values())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_no_answer_beyond_what_is_backed(found: Answer) -> None:
     """A tie names everybody in it, and says of each what backs it, or that nothing does."""
     by_name = {each.method.name: each for each in found.feasible}
@@ -82,7 +82,7 @@ def test_no_answer_beyond_what_is_backed(found: Answer) -> None:
         )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_what_would_change_the_answer(found: Answer) -> None:
     few = Answer(found.config, found.feasible[:2])
     varied = changes(ASKED, few, memory_bytes=None)
@@ -103,7 +103,7 @@ def test_what_would_change_the_answer(found: Answer) -> None:
     assert len(what_changes(few, varied)) == 2 + len(varied)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_method_that_no_framework_has_comes_with_the_best_that_one_has(found: Answer) -> None:
     mesh = next(each for each in found.feasible if each.method.name == "mesh")
     lines = how_to(Answer(found.config, [mesh, *found.feasible]))
@@ -111,7 +111,7 @@ def test_a_method_that_no_framework_has_comes_with_the_best_that_one_has(found: 
     assert any(line.split()[0] in FRAMEWORKS for line in lines if line.startswith("    "))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figure = tmp_path / "three.svg"
     assert main([*ASKED, "memory=60GB", "changes=false", f"plots={figure}"]) == 0
@@ -124,7 +124,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert figure.read_text().count("<svg") == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_advice_for_documents(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpus=2", "seqlen=4k", "mask=document", "data=short", "heads=4", "changes=false"]) == 0
     assert "mask=documents(lengths_of({" in capsys.readouterr().out

@@ -81,7 +81,7 @@ def test_our_python_has_the_mask_that_was_asked_for(world: World, name: str) -> 
     assert_right(world, [printed(each, settings(each)[OURS]) for each in wanted])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.parametrize("words", ASKED.values(), ids=ASKED)
 def test_our_python_in_all_layouts(world: World, words: list[str]) -> None:
     cases = [other for each in wanted_of(words, 2) for other in dealt_otherwise(each)]

@@ -26,7 +26,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(module, name, value)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_volumes_stand_between_their_bounds(runs: Runs, few: None, tmp_path: Path) -> None:
     """Methods with whole heads are above the dashed line, and all are above the dotted one."""
     (figure,) = [part for part in choosing_tiles.volume(runs).saved() if hasattr(part, "canvas")]
@@ -38,7 +38,7 @@ def test_volumes_stand_between_their_bounds(runs: Runs, few: None, tmp_path: Pat
         assert least[i] <= lines["ulysses"][i] < whole[i]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_orders_hold_less_for_more_time(runs: Runs, few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing_tiles, "AT", {**choosing_tiles.AT, "gpus": 8})
     section = choosing_tiles.orders(runs)

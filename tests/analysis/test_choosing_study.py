@@ -49,7 +49,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(module, name, value)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_points_that_cannot_be_served_are_rows(runs: Runs) -> None:
     section = choosing_maps.points(runs)
     table = table_of(section)
@@ -58,7 +58,7 @@ def test_points_that_cannot_be_served_are_rows(runs: Runs) -> None:
     assert f"{len(KEYS) * len(METHODS)} points" in words_of(section)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_best_is_the_fastest_and_the_second_another_plan(runs: Runs) -> None:
     found = grid(runs)
     for key in KEYS:
@@ -73,7 +73,7 @@ def test_the_best_is_the_fastest_and_the_second_another_plan(runs: Runs) -> None
     assert one is not None and one.record.method == "ulysses" and one.second is None and one.margin.value is None
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_leanest_is_as_fast_and_needs_no_more(runs: Runs) -> None:
     found = grid(runs)
     for key in KEYS:
@@ -85,14 +85,14 @@ def test_the_leanest_is_as_fast_and_needs_no_more(runs: Runs) -> None:
     assert leanest(nothing, KEYS[0], METHODS) is None and best(nothing, KEYS[0], METHODS) is None
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_mesh_beats_ring_across_nodes_and_usp_beats_both(runs: Runs) -> None:
     found = grid(runs)
     ring, mesh, usp = (found[("h100_ndr400", 32, "512k", 64), m].step_ms_median for m in ("striped", "mesh", "usp"))
     assert usp < mesh < ring / 1.5
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_payload_over_the_bound(runs: Runs) -> None:
     record = grid(runs)[("h100_ndr400", 32, "512k", 64), "striped"]
     ratio = payload_over_bound(record)
@@ -104,14 +104,14 @@ def test_payload_over_the_bound(runs: Runs) -> None:
     assert ratio.value == pytest.approx((2 + 4) * 63 * chunk / bound)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_tiles_say_which_time_is_a_bound(runs: Runs) -> None:
     for row in table_of(choosing_tiles.tiles(runs)).rows:
         assert row[8] in ("simulated", "a bound") and row[9].value >= (1 if row[8] == "simulated" else 0)  # type: ignore[union-attr]
         assert row[5] == "8x8"  # sqrt(64)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_all_sections_render(runs: Runs) -> None:
     made = [choosing_maps.maps, choosing_maps.maps_whole_heads, choosing_tiles.memory, choosing_tiles.volume]
     for section in (make(runs) for make in made):
@@ -147,7 +147,7 @@ def test_no_crossing_is_said(gains: tuple[float, ...], word: str) -> None:
     assert ladder(*gains).crossings() == [] and word in str(ladder(*gains).words("A", "B"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_claims_stop_where_records_say(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing_limits, "RIVALS", ("striped", "mesh"))
     monkeypatch.setattr(choosing_limits, "TOKENS", (2, 64))
@@ -161,7 +161,7 @@ def test_claims_stop_where_records_say(runs: Runs, monkeypatch: pytest.MonkeyPat
     assert "8 GPUs up to 4k tokens" in mesh and "nowhere" in switch
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_last_cells_of_the_notebook_run(runs: Runs, tmp_path: Path) -> None:
     """The maps take minutes without records, so only the first cell and the last ones are run."""
     code = code_of("choosing")

@@ -164,7 +164,7 @@ def test_points_of_one_run_are_in_turn() -> None:
     assert not in_turn(at("a", None), at("a", None))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_measured_points_of_one_problem_are_timed_in_turn(tmp_path: Path) -> None:
     keys = {"cluster": "local", "gpus": 2, "seqlen": "1k", "heads": 2, "head_dim": 16, "dtype": "float32", "iters": 5}
     found = Runs(tmp_path).ask([point(method=name, **keys) for name in ("ring", "ulysses")])

@@ -41,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(module, name, value)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_winner_is_the_fastest_of_all_methods_and_dealings(runs: Runs) -> None:
     cells, found = dealt(runs), fastest(runs)
     assert len(cells) == len(DATA) * sum(len(REGISTRY[method].dealings()) for method in METHODS)
@@ -55,13 +55,13 @@ def test_the_winner_is_the_fastest_of_all_methods_and_dealings(runs: Runs) -> No
     assert whole.record.method not in SPLIT_HEADS and whole.record.gpus == 8
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_what_auto_finds_is_the_fastest_of_all_dealings(runs: Runs) -> None:
     (auto,) = runs.ask([documents_grid.asked("short", 4, "mesh")])
     assert auto.step_ms_median == fastest(runs)["short", 4, "mesh"].step_ms_median
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_equal_documents_stay_whole_and_nothing_is_sent(runs: Runs) -> None:
     """Documents of 8k tokens, one for each GPU."""
     section = documents.bounds(runs)
@@ -75,7 +75,7 @@ def test_equal_documents_stay_whole_and_nothing_is_sent(runs: Runs) -> None:
         assert work.known >= least_work.known - 1e-9 and sent.known >= bound.known
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_map_has_all_cells_and_its_words_follow(runs: Runs) -> None:
     section = documents.maps(runs)
     rows = table_of(section).rows
@@ -86,7 +86,7 @@ def test_the_map_has_all_cells_and_its_words_follow(runs: Runs) -> None:
         assert f"{data}: {best[1]} on {best[2]} is the fastest" in words_of(section)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_what_is_sent_is_a_share_of_what_full_attention_sends(runs: Runs) -> None:
     table = table_of(documents.shares(runs))
     heads = [column.name for column in table.columns][3:]
@@ -96,7 +96,7 @@ def test_what_is_sent_is_a_share_of_what_full_attention_sends(runs: Runs) -> Non
     assert all(0 <= share < 100.1 for of_method in shares.values() for share in of_method.values())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_all_sections_render(runs: Runs) -> None:
     for section in sections_of("documents", runs):
         assert "{" not in "".join(str(part) for part in section.parts if isinstance(part, Text))

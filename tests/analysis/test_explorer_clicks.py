@@ -48,7 +48,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (folder / "explorer.html").as_uri()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_filters_by_click_and_from_the_address(browser: Browser, address: str) -> None:
     browser.open(address)
     assert browser.text("#count") == "11 of 11 points"
@@ -68,7 +68,7 @@ def test_filters_by_click_and_from_the_address(browser: Browser, address: str) -
     assert browser.errors() == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_an_address_of_another_page_shows_what_is_here(browser: Browser, address: str) -> None:
     browser.open(address, asked={"x": "nothing", "type": "pie", "y": "mfu"}, chosen={"none": [1]}, point="gone")
     assert browser.text("#count") == "11 of 11 points"
@@ -96,7 +96,7 @@ def test_no_series_has_measured_and_simulated_points(browser: Browser, address: 
     assert browser.errors() == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_lines_that_differ_in_more_say_so(browser: Browser, address: str) -> None:
     browser.open(address, asked={"split": "", "x": "gpus"}, chosen={"mode": ["measured"]})
     assert "Lines of one colour differ in sequence length" in browser.text("#differences")
@@ -107,7 +107,7 @@ def test_lines_that_differ_in_more_say_so(browser: Browser, address: str) -> Non
     assert {"sequence length 256k", "sequence length 1M"} <= set(browser.texts("#chart svg text"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_overlapping_intervals_are_not_ranked(browser: Browser, address: str) -> None:
     browser.open(address, chosen={"mode": ["measured"]})
     browser.click("#tab-compare")
@@ -205,7 +205,7 @@ def test_tabs_and_sorting_by_keyboard(browser: Browser, address: str) -> None:
     assert browser.js(f"document.querySelector('#points th:nth-child({head})').ariaSort") == "ascending"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_everything_has_a_name(browser: Browser, address: str) -> None:
     """For screen readers, as Chromium computes it."""
     browser.open(address)
@@ -261,7 +261,7 @@ def many(folder: Path, count: int) -> dict[Path, Record]:
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_thousands_of_records(browser: Browser, tmp_path: Path) -> None:
     """How long the page took to filter is printed, not judged."""
     (tmp_path / "page.html").write_text(page.explorer(many(tmp_path, 5000), "5,000 records", drawings=0))

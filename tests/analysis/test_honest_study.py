@@ -36,7 +36,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(module, name, value)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_tie_is_an_overlap_of_intervals(runs: Runs) -> None:
     record = runs.one(method="zigzag", gpus=8, seqlen="64k")
     ms = record.step_ms_median or 0.0
@@ -50,7 +50,7 @@ def test_a_tie_is_an_overlap_of_intervals(runs: Runs) -> None:
         assert (step in tied(ranked)) == (step.low <= ranked[0].high)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_what_nobody_measured_is_assumed_to_have_the_widest_interval(runs: Runs) -> None:
     (ulysses,) = steps({"ulysses": runs.one(method="ulysses", gpus=16, seqlen="64k")})
     error = ulysses.record.validation_error
@@ -61,7 +61,7 @@ def test_what_nobody_measured_is_assumed_to_have_the_widest_interval(runs: Runs)
     assert widest("cables") == max(row.two_of_three for row in known().values())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_every_place_has_a_method_that_wins_or_ties(runs: Runs) -> None:
     tables = tables_of(honest.regions(runs))
     wins, ties = (sum(int(str(row[i])) for row in tables["honest-where"].rows) for i in (1, 3))
@@ -77,7 +77,7 @@ def test_places_are_said_by_gpus() -> None:
     assert honest._places(one).startswith("16 GPUs") and honest._places([]) == "nowhere"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_article_has_all_sections_and_figures(runs: Runs, tmp_path: Path) -> None:
     page = study_named("honest").write(runs, tmp_path).read_text()
     sections = sections_of("honest", runs)

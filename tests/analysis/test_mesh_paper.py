@@ -72,7 +72,7 @@ def test_the_stated_errors_are_those_of_the_table(key: str, cells: tuple[Cell, .
     assert errors(ratios) == pytest.approx(numbers, abs=0.02)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_held_out_cells_are_predicted_as_well_as_is_stated() -> None:
     """All of them are simulated anew: the median error is no more than 9.7%."""
     ratios = [predict(load_cluster(), cell).seconds / paper_s()[cell] for cell in held_out()]

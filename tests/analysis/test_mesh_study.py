@@ -94,7 +94,7 @@ def test_records_say_what_the_fit_says(runs: Runs, method: str, gpus: int) -> No
     assert cells.printed(3)[cell][0].known == float(paper)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_table3_has_the_errors_of_the_fit(runs: Runs) -> None:
     section = mesh.table3(runs)
     rows = [
@@ -107,7 +107,7 @@ def test_table3_has_the_errors_of_the_fit(runs: Runs) -> None:
     assert len(tables_of(section)["mesh-table3"].rows) == 48
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_volume_reductions_of_the_paper_need_its_tiles() -> None:
     paper = {claim: cells.stated(claim).known for claim in reductions(tiles_of_table5(), PAYLOAD)}
     assert list(paper.values()) == [85.4, 79.0, 85.5, 78.2, 51.8]
@@ -148,7 +148,7 @@ def test_a_peak_names_its_tile() -> None:
             assert nearest_tile(LONG256, phase, kept_bytes(LONG256.problem, phase, tile) / 1e9) == tile
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_ours_of_each_claim_is_there(runs: Runs) -> None:
     found = our_claims(runs)
     section = mesh.claims(runs)
@@ -175,7 +175,7 @@ def test_weak_scaling_keeps_the_work_of_a_gpu() -> None:
     assert weak_cells("mesh")[2].seqlen == cells.LONG
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_breakdown_adds_up(runs: Runs) -> None:
     section = mesh.figure9a(runs)
     (record,) = cells.cell_records(runs, [LONG256]).values()
@@ -184,7 +184,7 @@ def test_breakdown_adds_up(runs: Runs) -> None:
     assert {number.kind for number in row[2:] if isinstance(number, Number)} == {"simulated"}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_other_methods_are_beside_the_paper(runs: Runs) -> None:
     found = cells.cell_records(runs, [replace(LONG256, gpus=32, method=method) for method in METHODS])
     assert all(record.status == "ok" for record in found.values())

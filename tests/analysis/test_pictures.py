@@ -141,7 +141,7 @@ def test_bound_bars_add_up_to_the_step() -> None:
     assert ax.get_xlabel() == "step (ms)"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_command_draws_all_of_a_record(
     record: tuple[Record, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,7 +38,7 @@ def few() -> Iterator[None]:
     published.asked.cache_clear()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_figures_are_those_of_the_page(runs: Runs) -> None:
     """But for the left-out times of an A100, which are fitted again to rows that are not here."""
     page = pd.concat([GIVEN.iloc[[*ON_ONE_GPU, *ON_PCIE]], HELD_OUT.iloc[HELD]]).to_dict("records")
@@ -53,7 +53,7 @@ def test_figures_are_those_of_the_page(runs: Runs) -> None:
     assert {one.simulated.kind for one in found} == {"simulated"} != {one.measured.kind for one in found}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_sections_say_errors_order_and_fits(runs: Runs) -> None:
     tables = tables_of(published.errors(runs))
     by_links = {row[0]: row for row in tables["published-measurements-links"].rows}
@@ -68,7 +68,7 @@ def test_sections_say_errors_order_and_fits(runs: Runs) -> None:
     assert len(table_of(published.points(runs)).rows) == COUNT
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_all_sections_render_(runs: Runs) -> None:
     for section in sections_of("published", runs):
         assert "{" not in words_of(section) and section.to_html()

@@ -173,7 +173,7 @@ def test_refused_points_are_records(tmp_path: Path) -> None:
     assert of_record(simulated, "step_ms_median").why == simulated.error
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_script_without_main_guard_can_ask_workers(tmp_path: Path) -> None:
     """Worker processes must not run the script again."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -198,7 +198,7 @@ def test_bad_keys_are_refused(arguments: list[str], said: str, capsys: pytest.Ca
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_one_command_makes_everything(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert reproduce.main(["paper=tiny", f"out={out}"]) == 0

@@ -22,7 +22,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("records"), workers=1)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_memory_is_linear_in_a_ranks_tokens_whatever_the_sequence(runs: Runs) -> None:
     table = {row[0]: row for row in table_of(memory(runs)).rows}
     assert set(table) == set(GPUS)

@@ -135,7 +135,7 @@ def test_a_cell_with_tensor_parallelism_is_below_the_maximum_and_above_one(tmp_p
     assert 1 < speedup.known < maximum_speedup(cell)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_training_steps_stand_beside_every_cell(tmp_path: Path) -> None:
     """Those of tables 2, 3, 5 and appendix A; Striped gains with the number of GPUs, and more at twice the length."""
     section = training(Runs(tmp_path))

@@ -22,7 +22,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("records"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_table1_counts_what_the_closed_forms_say(runs: Runs) -> None:
     section = tokenring.table1(runs)
     sent = {(row[0], row[3]): [getattr(cell, "value", cell) for cell in row[4:]] for row in table_of(section).rows}
@@ -50,7 +50,7 @@ def test_figure6_shows_paper_and_ours_and_which_was_fitted(runs: Runs) -> None:
     assert "fitted" in words_of(section) and "it was causal" in words_of(section)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_more_gpus_more_steps_with_both(runs: Runs) -> None:
     rows = table_of(tokenring.directions(runs)).rows
     # Of n + 1 steps the first two send no output, the last two no Q.
@@ -63,7 +63,7 @@ def test_more_gpus_more_steps_with_both(runs: Runs) -> None:
         assert shares[4] == shares[5] > 0  # a switch's ports: both directions in Ring too
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_diffusion_transformer_sends_both_in_one_step_of_five(runs: Runs) -> None:
     section = tokenring.dit(runs)
     assert "in 20% of its steps on four GPUs" in words_of(section)
@@ -74,7 +74,7 @@ def test_a_diffusion_transformer_sends_both_in_one_step_of_five(runs: Runs) -> N
         assert 28 * attention < forward < step
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_full_mesh_gains_and_switch_does_not(runs: Runs) -> None:
     gains = {(row[0][:4], *row[1:4]): row[8].value for row in table_of(tokenring.topologies(runs)).rows}
     mesh = [gains["full", "full", 1024, n] for n in (2, 4, 8)]
@@ -82,7 +82,7 @@ def test_full_mesh_gains_and_switch_does_not(runs: Runs) -> None:
     assert max(gain for key, gain in gains.items() if key[0] == "NVSw") < 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_hybrid_is_faster_across_many_nodes(runs: Runs) -> None:
     times = {tuple(row[:3]): row[3].value for row in table_of(tokenring.nodes(runs)).rows}
     for cluster in tokenring.NODE_CLUSTERS:
@@ -107,7 +107,7 @@ def test_a_record_of_other_code_is_refused(runs: Runs) -> None:
         choice_of(runs.one(method="ulysses", gpus=64, seqlen="8k"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_notebook_runs(runs: Runs, tmp_path: Path) -> None:
     assert notebooks.execute("tokenring", tmp_path, runs.folder) == ""
 

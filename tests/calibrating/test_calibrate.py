@@ -78,7 +78,7 @@ def test_blocks_that_are_all_launch_still_have_a_rate() -> None:
     Cluster.build(config)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_messages_last_long_enough_for_the_slowest_rank(ranks: Ranks) -> None:
     """9 * 81 ms are 73 messages of 10 ms, on all ranks; no fewer than are asked for, and no endless number."""
     for seconds, number in ((0.081, 73), (0.0001, 20), (10.0, MOST_MESSAGES)):
@@ -105,7 +105,7 @@ def rates(config: dict[str, Any]) -> list[float]:
     ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_quick_calibration_is_a_cluster(quick: Path) -> None:
     config = yaml.safe_load(quick.read_text())
     cluster = Cluster.build(config)
@@ -137,7 +137,7 @@ def test_it_can_be_simulated_at_once(quick: Path, tmp_path: Path, capsys: pytest
     assert "SIMULATED" in capsys.readouterr().out
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_by_default_it_is_the_users_own_file_which_is_found_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,7 +181,7 @@ def test_bad_requests(arguments: str, message: str, tmp_path: Path, capsys: pyte
     assert not list(tmp_path.glob("*.json"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_main_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """256 GPUs simulated, said so, with the tile and why, beside Ring."""
     assert run(["method=mesh", "gpus=256", "--all"], tmp_path) == 0
@@ -317,7 +317,7 @@ def test_a_config_of_ones_own(
     assert "gpus: 8" in capsys.readouterr().out
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_measured_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Real ranks: mesh beside ring, gate passed, sent bytes = plan = closed form, every raw sample kept."""
     assert run([*LOCAL, "gpus=4", "seqlen=1k", "kv_heads=2"], tmp_path) == 0
@@ -358,7 +358,7 @@ def test_measured_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert record.peak_rss_growth_bytes_max > 0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_measured_backward_only(tmp_path: Path) -> None:
     """The forward gives it its inputs, also those that ulysses keeps, and is in no figure."""
     arguments = ["-m", "method=ring,ulysses", "gpus=2", "seqlen=256", "phase=backward,forward_backward", "iters=1"]

@@ -23,7 +23,7 @@ def kept_in(folder: Path) -> dict[str, int]:
     return {record.run_id: (folder / f"{record.run_id}.json").stat().st_mtime_ns for record in found}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.filterwarnings("error")  # a file that is no record would be warned of
 def test_a_disk_that_gets_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The sweep ends with what is kept, lost and not run; with more room the same command runs what is missing."""
@@ -49,7 +49,7 @@ def test_a_disk_that_gets_full(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert {run_id: after[run_id] for run_id in kept} == kept
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_measured_points_that_can_not_be_written_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Points that were timed in turn are all lost at once, and none in silence."""
     with small_disk(tmp_path / "disk", kb=8) as folder:
@@ -68,7 +68,7 @@ def test_one_point_that_can_not_be_written_is_told(tmp_path: Path, capsys: pytes
     assert "exposed communication" in captured.out
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_folder_for_wandb_that_is_full(tmp_path: Path) -> None:
     """The benchmark is none the worse for it."""
     with small_disk(tmp_path / "wandb", kb=4) as disk:

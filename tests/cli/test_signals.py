@@ -76,7 +76,7 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 
 
 @pytest.mark.parametrize("told", [os.kill, exhaustive(os.killpg)])
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_sweep_that_is_told_to_end(told: Callable[[int, int], None], tmp_path: Path) -> None:
     """By SIGTERM, to itself or to all its processes: finished points are kept, and the next run does the others."""
     sweep = Sweep(tmp_path, mark := f"term-{tmp_path.name}-{os.getpid()}")
@@ -102,7 +102,7 @@ def test_a_sweep_that_is_told_to_end(told: Callable[[int, int], None], tmp_path:
     assert {seqlen: after[seqlen] for seqlen in kept} == kept
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_rank_without_memory(tmp_path: Path) -> None:
     """The row says oom and which rank; the point that is timed in turn with it is ok."""
     keys = [*POINT, "gpus=3", "seqlen=96", "iters=2", "impl=tests.cli.jobs:needs_much", f"results_dir={tmp_path}"]

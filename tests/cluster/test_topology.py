@@ -171,7 +171,7 @@ def test_routes_stay_on_the_nodes_and_leaves_of_their_ends(drawn: tuple[Config, 
 
 
 @given(networks())
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_way_back_is_the_mirror(drawn: tuple[Config, Network]) -> None:
     c, network = drawn
 

@@ -26,7 +26,7 @@ QUICK = [check for check in CHECKS if check.name != "compile"]
 """Tracing takes seconds."""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_right(worlds: Worlds) -> None:
     """Every check holds but those that it doesn't claim."""
     rows = rows_of(named("right"), worlds, checks=QUICK, sizes=(2, 3))
@@ -46,6 +46,7 @@ DEAR = ("checkpoint", "compile", "length", "memory", "messages", "other_length",
 """Checks that try many cases, or large ones, before one fails."""
 NEEDS_THREE = ("padding",)
 """Bugs that cases on two ranks don't show."""
+OTHERS = REGISTRY.keys() - {"reference", "mesh", "ulysses"}
 
 
 @pytest.mark.parametrize("bug", [exhaustive(check.name) if check.name in DEAR else check.name for check in CHECKS])
@@ -90,7 +91,7 @@ def test_the_smallest_case_is_one_that_fails() -> None:
     assert smallest(odd, lambda case: case.heads > 4, 120) == Case(n=1, heads=5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_hang_is_a_failure_and_the_next_case_runs() -> None:
     with Worlds(timeout_s=15) as impatient:
         found = row(impatient, named("hangs"), "out", sizes=(1, 2))
@@ -113,8 +114,8 @@ def test_what_is_not_claimed_is_not_run(worlds: Worlds) -> None:
     assert row(worlds, named("out", head_parallel=True), "heads").status == "not claimed"
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("method", [name for name in REGISTRY if name != "reference"])
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["mesh", "ulysses", *map(exhaustive, sorted(OTHERS))])
 def test_our_own_methods(worlds: Worlds, method: str) -> None:
     rows = rows_of(named(method), worlds)
     assert not failures(rows)
@@ -177,7 +178,7 @@ def test_packages_for_gpus_only_are_refused_by_name_and_left_out_of_all(
     assert "transformer-engine takes tensors of GPUs only; device=cuda" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_pytest_plugin(tmp_path: Path) -> None:
     """The installed plugin: a test for each check, a failure with the smallest case, and nothing else collected."""
     (tmp_path / "test_mine.py").write_text("def test_mine(): raise SystemExit\n")

@@ -124,7 +124,7 @@ def test_all_ranks_have_made_the_communicator_that_pairs_use(n: int) -> None:
     assert {members_of(first.group, rank) for rank in range(n)} == {tuple(range(n))}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_ranks_measure_pair_by_pair(ranks: Ranks) -> None:
     wanted = [(0, 1), (2, 5), (0, 8)]
     found = ranks.run(pairs, spec(WORLD, "auto", "float32", 16).plans, wanted)
@@ -132,7 +132,7 @@ def test_ranks_measure_pair_by_pair(ranks: Ranks) -> None:
     assert all(pair.bytes_per_s > 0 and pair.latency_s > 0 for of_rank in found for pair in of_rank)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_one_rank_of_a_host_asks_for_its_gpus_under_load(ranks: Ranks, tmp_path: Path) -> None:
     state = gpus(2, clocks__sm="1410")
     first, *others = ranks.run(under_load, str(fake_nvidia_smi(tmp_path, state)))

@@ -140,7 +140,7 @@ def served(folder: Path, device: str, ranks: int, *, quick: bool) -> dict[str, l
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.parametrize("n", [1, 2, 8, 16])
 def test_all_points_of_gpus_can_be_served(n: int, tmp_path: Path) -> None:
     methods = [name for name in REGISTRY if name != "reference"]
@@ -171,7 +171,7 @@ def test_shapes_are_larger_than_their_quick_forms() -> None:
         assert max(whole.tokens) > max(quick.tokens) and whole.iters > quick.iters
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_killed_and_started_again(tmp_path: Path) -> None:
     """On real ranks: SIGKILL in the first sweep; then the same folder is completed, and nothing finished is redone."""

@@ -27,7 +27,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**here, "COLUMNS": "120", "XDG_CONFIG_HOME": str(tmp_path / "config"), "PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.parametrize(
     "page",
     [
@@ -51,7 +51,7 @@ FROM_REGISTRIES = (
 """Tests that hold for all that is registered: methods, masks, kernels and clusters."""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_guides_in_a_checkout_of_their_own(tmp_path: Path, environment: dict[str, str]) -> None:
     """What guides lead to is complete: no list that they don't name lacks the new ones."""
     checkout = tmp_path / "checkout"
@@ -62,7 +62,7 @@ def test_guides_in_a_checkout_of_their_own(tmp_path: Path, environment: dict[str
     environment |= {"PYTHONPATH": str(checkout)}
     for page in GUIDES:
         assert follow(DOCS / "how-to" / f"{page}.md", checkout, environment)
-    run(f"$ pytest -q -m 'not exhaustive' {' '.join(FROM_REGISTRIES)}\n", checkout, environment)
+    run(f"$ pytest -q -m 'not exhaustive and not long' {' '.join(FROM_REGISTRIES)}\n", checkout, environment)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)

@@ -9,13 +9,13 @@ import pytest
 from benchmarks.readme import ADVISE, COMMAND, PICTURE, README, advice, shown, table
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_table_is_what_the_command_prints() -> None:
     """`python -m benchmarks.readme` writes it anew."""
     assert shown(COMMAND) == table()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_answer_is_what_advise_says() -> None:
     assert shown(ADVISE) == advice()
 

@@ -21,7 +21,7 @@ CASES = [
 """Methods, lengths of the sequence, and of its documents."""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_logits_loss_and_gradients_are_those_of_eager_attention(ranks: Ranks) -> None:
     found = ranks.run(jobs.differences, CASES)[0]
     assert len(found) == len(CASES)
@@ -109,7 +109,7 @@ def test_packings_in_bounded_memory(ranks: Ranks) -> None:
     _bounded(ranks, 48)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_200_packings_in_bounded_memory(ranks: Ranks) -> None:
     _bounded(ranks, 200)
 

@@ -56,7 +56,7 @@ def test_kernels_as_published_change_nothing(tmp_path: Path) -> None:
     assert all((row["GPUs"], row["tokens"]) == ("8", "32k") for row in (cudnn, flash, mine))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_slower_kernels_make_longer_steps(tmp_path: Path) -> None:
     cudnn, flash, mine = rows_of(written(tmp_path, slower=2.0))
     assert 1.7 < number(mine, "blocks and folds") / number(cudnn, "blocks and folds") < 2.0, "folds are as fast"
@@ -86,7 +86,7 @@ def test_what_is_no_calibrated_gpu_is_refused(
     assert message in shown.err and not shown.out
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_both_have_the_same_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A GPU that no file is for, only beside the cluster whose links it was calibrated with."""
     path = written(tmp_path, name="NVIDIA T4")

@@ -84,7 +84,7 @@ def test_two_records_are_two_runs_and_nothing_private_is_in_them(tmp_path: Path,
     assert not list(tmp_path.rglob("requirements.txt"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 @needs_wandb
 def test_the_same_run_again_is_another_folder(tmp_path: Path):
     path = kept(tmp_path)
@@ -95,7 +95,7 @@ def test_the_same_run_again_is_another_folder(tmp_path: Path):
 
 
 @needs_wandb
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_more_samples_than_a_table_usually_takes(tmp_path: Path):
     with open_logger(settings(tmp_path)) as logger:
         logger.log(kept(tmp_path, samples=columns({"forward": [[1.0] * 50] * 240})))
@@ -184,7 +184,7 @@ def test_a_writer_that_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "ended by SIGKILL" in caplog.text
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_long_sweep_costs_the_benchmark_no_memory(tmp_path: Path):
     samples = columns({"forward": [[float(i) for i in range(1000)]] * 4})
     paths = [kept(tmp_path, f"{i:04}", samples) for i in range(500)]

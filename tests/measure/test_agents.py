@@ -107,7 +107,7 @@ def pool(started: Started) -> Iterator[RankPool]:
         yield ranks
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_pool_that_goes_on(pool: RankPool) -> None:
     """Answers in rank order, one group, rank 0's progress only; and ranks that raise are named and go on."""
     assert pool.run(jobs.rank_and_world, "a") == [(rank, N, "a") for rank in range(N)]
@@ -149,7 +149,7 @@ def test_a_rank_that_dies_or_hangs(started: Started, how: str, others: str, why:
         assert pool.run(jobs.total) == [3.0] * N
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_process_of_the_launch_that_dies() -> None:
     """With its rank; the others end, and no pool can be opened any more, which says so."""
     started = Started()
@@ -176,7 +176,7 @@ def test_a_process_of_the_launch_that_never_comes(monkeypatch: pytest.MonkeyPatc
     agents.dismiss(0)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_agents_end_when_rank_0_does() -> None:
     """Killed, rank 0 can't tell them."""
     name, environment = uuid.uuid4().hex, os.environ | {"PYTHONPATH": str(ROOT)}
@@ -288,7 +288,7 @@ def by_torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_command_line_under_torchrun(tmp_path: Path) -> None:
     """A sweep runs all its points of that number of ranks, once, and says what it leaves out."""
     done = by_torchrun(tmp_path, "-m", "method=ring,ulysses", "gpus=2,3", "seqlen=96")

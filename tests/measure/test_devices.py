@@ -301,7 +301,7 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "mode=alone: this machine has 0 GPUs; device=cpu would work" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_gpu_s_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It refuses without a GPU; that it can do what it is for, ranks on CPUs show."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -322,7 +322,7 @@ def test_the_gpu_s_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert len(alone.split("\n\n")[0].splitlines()) == 2 + 4 == 2 + alone.count("| 16 | 64 |")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_what_fails_on_the_gpu_is_said_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"HEADS": 4, "HEAD_DIM": 16, "DTYPE": "float32", "ITERS": 1, "WARMUP": 0}.items():
         monkeypatch.setattr(gpu_executor, name, value)

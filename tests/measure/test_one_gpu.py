@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_blocks, "REPETITIONS", 6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_ranks_alone_are_beside_their_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "measured"
     asked = ["study=one_gpu", "device=cpu", f"records={folder}", f"pages={tmp_path}"]

@@ -71,14 +71,14 @@ def test_progress_is_that_of_rank_0(shared: RankPool) -> None:
     assert shared.run(jobs.report_often, 2, 0.0) == [2] * N, "nobody has to listen"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_ranks_that_report_are_not_hung() -> None:
     """A run may take longer than the pool's patience."""
     with RankPool(2, timeout_s=SHORT_S) as pool:
         assert pool.run(jobs.report_often, 6, SHORT_S / 4) == [6, 6]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_ranks_that_connect_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if one of them says something else meanwhile."""
     with RankPool(2, timeout_s=SHORT_S) as pool:
@@ -187,7 +187,7 @@ def test_a_rank_that_hangs(how: str, others: str) -> None:
     assert "it had made no progress before" in str(failure)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_what_hung_ranks_were_at() -> None:
     """All that were silent, with the lanes and gloo's threads of those that wait."""
     failure = failure_of("sleep", "attention", timeout_s=SHORT_S)
@@ -201,7 +201,7 @@ def test_what_hung_ranks_were_at() -> None:
     assert json.loads(json.dumps(as_json(failure.dumps)))[str(jobs.BAD)]["threads"][0]["state"] == "S"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_stopped_rank_is_nowhere() -> None:
     failure = failure_of("stop", "barrier", timeout_s=SHORT_S)
     assert isinstance(failure, RankHang)
@@ -210,7 +210,7 @@ def test_a_stopped_rank_is_nowhere() -> None:
     assert {thread.state for thread in stopped.threads} == {"T"}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_rank_that_hangs_after_it_reported() -> None:
     failure = failure_of("sleep", "barrier", timeout_s=SHORT_S, reports=3)
     assert (failure.rank, "hangs" in str(failure)) == (jobs.BAD, True)

@@ -90,7 +90,7 @@ def test_an_installed_wheel_has_one_name(core: Install) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_an_editable_install_has_one_name(editable: Install) -> None:
     done = editable("-c", asked(CORE, "/checkout0/", outside=True))
     assert done.returncode == 0, done.stderr

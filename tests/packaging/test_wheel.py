@@ -34,7 +34,7 @@ def test_extras_are_those_that_errors_name() -> None:
         assert set(packages) <= needed(extras[name])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_core_simulates_from_a_folder_with_the_same_names(core: Install) -> None:
     for name in ("methods", "conf", "analysis", "slurm"):
         (core.folder / name).mkdir()

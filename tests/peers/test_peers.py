@@ -80,7 +80,7 @@ def test_torch_is_no_float64(world: World) -> None:
     assert all(1e-9 < error < 1e-6 for error in errors.values()), errors
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_transformer_engine_is_asked_for_what_it_takes(world: World) -> None:
     """In each of its forms, by a fake with its arguments; the ranks of a2a+p2p are where the package looks for them."""
     algorithms = PEERS["transformer_engine"].algorithms
@@ -162,7 +162,7 @@ def test_documents_of_ring_flash_attn(world: World, n: int) -> None:
             assert not far_apart(case, apart), f"{case}: {apart}"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 @installed("ring_flash_attn")
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(lengths=st.lists(st.integers(1, 24), min_size=1, max_size=7), causal=st.booleans())

@@ -55,7 +55,7 @@ def test_a_function_that_is_wrong_at_the_length_that_is_timed_only(tmp_path: Pat
     assert (right.err_timed_query_rows, right.err_timed_key_rows) == (2 * 16 * 4, 256)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_backward_by_itself(tmp_path: Path) -> None:
     """A peer's graph is gone after a backward, so that each one gets a forward, whose bytes and time don't count."""
     options = ("method=peer", "impl=torch_context_parallel")

@@ -72,7 +72,7 @@ def test_the_fastest_of_auto_uses_all_gpus(method: str, mask: str, gpus: int) ->
     assert_all_work(method, mask, gpus)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.parametrize("gpus", [2, 8, 32])
 @pytest.mark.parametrize("mask", ASKED)
 @pytest.mark.parametrize("method", [name for name in REGISTRY if name != "reference"])

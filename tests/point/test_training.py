@@ -113,7 +113,7 @@ def test_a_measured_step_that_does_not_fit_is_refused_before_a_rank_starts() -> 
         point("model=llama3_8b", "model.layers=3200", "method=ring", "gpus=2", "dtype=float32", "head_dim=128")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_max_that_is_refused_is_a_row(tmp_path) -> None:
     """The shortest sequence of a rank doesn't fit one GPU, as the states of 8B parameters don't."""
     command = [sys.executable, "-m", "sp_bench", "-m", *LLAMA, "method=ring", "gpus=1,8", "seqlen=max", "trace=0"]

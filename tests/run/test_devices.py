@@ -70,7 +70,7 @@ def test_a_variant_of_each_method_does_not_deadlock(ranks: Ranks, n: int, kind: 
     assert_plan_order_works(ranks, of_each_method(cases(n), turn=TRANSPORTS.index((n, kind))), kind)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.parametrize(("n", "kind"), TRANSPORTS)
 def test_plan_order_from_one_thread_does_not_deadlock(ranks: Ranks, n: int, kind: str) -> None:
     assert_plan_order_works(ranks, cases(n), kind)

@@ -57,7 +57,7 @@ def some_cases_of(n: int, pack: Packed, count: int, turn: int = 0) -> list[Case]
     return cases[turn % 7 :: -(-len(cases) // count)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_each_method_on_each_dealing(ranks: Ranks) -> None:
     """Once; from one to the next another variant or pack."""
     by_pair: dict[tuple[str, str], list[Case]] = {}
@@ -92,8 +92,8 @@ def test_what_cancellation_leaves_of_two_tokens_is_no_error(ranks: Ranks) -> Non
     assert any(by_tensor["dk"] > FLOORS["bfloat16"] for by_tensor in measure(ranks, narrow).values())
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("all_variants", [False, True])
+@pytest.mark.long
+@pytest.mark.parametrize("all_variants", [False, exhaustive(True)])
 def test_one_document_is_the_causal_run_bit_for_bit(ranks: Ranks, all_variants: bool) -> None:
     """Every method, on its layouts and in every dtype, with the same tokens."""
     for n in (2, 4):

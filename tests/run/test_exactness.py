@@ -125,7 +125,7 @@ def test_a_cover_of_the_matrix(ranks: Ranks) -> None:
     assert_exact(ranks, cover_of_the_matrix(2))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_each_method_on_eight_ranks(ranks: Ranks) -> None:
     assert_exact(ranks, of_each_method(part_of_the_matrix(8)))
 
@@ -194,8 +194,8 @@ def test_shares_of_a_zigzag_chunk_that_are_not_alike(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("lanes", ["one", "each"])
-@pytest.mark.parametrize("n", [4, 6, 9])
-@pytest.mark.exhaustive
+@pytest.mark.parametrize("n", [4, exhaustive(6), exhaustive(9)])
+@pytest.mark.long
 def test_lanes_and_uneven_costs(ranks: Ranks, n: int, lanes: str) -> None:
     cases = [replace(variant, lanes=lanes, costs=UNEVEN, kv_heads=1) for variant in variants(n) if variant.tile]
     assert_exact(ranks, [replace(case, layout=layout) for case in cases for layout in LAYOUTS])
@@ -207,13 +207,13 @@ def test_lanes_each(ranks: Ranks, n: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["reference", "aten_cpu"])
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_kernels(ranks: Ranks, kernel: str) -> None:
     variant = Case(n=4, method="mesh", tile=(2, 2), kernel=kernel, kv_heads=2)
     assert_exact(ranks, (replace(variant, layout=layout, dtype=dtype) for layout in LAYOUTS for dtype in DTYPES))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_auto_tile_and_layout(ranks: Ranks) -> None:
     assert_exact(
         ranks, (Case(n=n, method="mesh", layout="auto", causal=causal) for n in SIZES for causal in (True, False))
@@ -231,7 +231,7 @@ def test_row_sums_in_place_of_o(ranks: Ranks) -> None:
     assert_exact(ranks, [replace(case, layout=layout, dtype=dtype) for layout, (case, dtype) in layouts])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_degrees_are_chosen_where_heads_are_given(ranks: Ranks) -> None:
     """With as many key heads as heads, half as many, and fewer than ranks that split them."""
     options = (("ulysses", "auto"),)
@@ -253,8 +253,8 @@ def some_grouped(n: int, dtype: str) -> list[Case]:
     return [replace(case, dtype=dtype, layout=REGISTRY[case.method].layouts[-1]) for case in found]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("n", [4, 9])
+@pytest.mark.long
+@pytest.mark.parametrize("n", [4, exhaustive(9)])
 def test_wider_wire_is_no_less_exact(ranks: Ranks, n: int) -> None:
     """The partials of bf16 travel in bf16 or in fp32."""
     narrow = some_grouped(n, "bfloat16")

@@ -78,7 +78,7 @@ def test_every_variant_is_exact(ranks: Ranks, n: int) -> None:
     assert_exact(ranks, wanted)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_buffers_and_memory_are_as_accounted(ranks: Ranks) -> None:
     cases = [case for case in some() if case.dtype != "float64" and has_fused(case)]
     answers = ranks.run(jobs.run_parts, cases)

@@ -62,7 +62,7 @@ def executions(draw: st.DrawFn) -> Execution:
 
 
 @given(executions())
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_any_order_that_events_allow(execution: Execution) -> None:
     assert execution.wrong() == ""
 

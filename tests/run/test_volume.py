@@ -92,7 +92,7 @@ def test_every_lane_tensor_and_field_is_the_closed_form(ranks: Ranks, n: int) ->
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_masks_and_layouts_do_not_change_the_volume(ranks: Ranks) -> None:
     variants = [Case(n=6, method="mesh", tile=(2, 3), dtype="float32"), Case(n=6, method="ring", dtype="float32")]
     cases = [

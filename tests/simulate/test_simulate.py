@@ -306,7 +306,7 @@ def test_the_rank_shown_receives_from_another_node() -> None:
     assert sum(span.end_s - span.start_s for span in arrivals) > 0.9 * run.makespan_s
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_too_large_a_graph_is_refused() -> None:
     p = Problem(n=8192, seqlen=8192, heads=1, kv_heads=1, head_dim=8, layout=CAUSAL.layout("auto"))
     with pytest.raises(RequestError, match="gpus=8192: this plan has 134,209,536 transfers"):

@@ -19,7 +19,7 @@ SRUN += [sys.executable, "-m"]
 DOCTOR = ["sp_bench.doctor", "--json", "dtype=float32", "head_dim=16"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_step_of_two_nodes(box: SlurmBox) -> None:
     """Their GPUs are pretend ones, and it says so."""
     done = subprocess.run([*SRUN, *DOCTOR], env=box.environment(), capture_output=True, text=True, timeout=150)
@@ -35,7 +35,7 @@ def test_a_step_of_two_nodes(box: SlurmBox) -> None:
     assert rows["measured"]["found"].startswith("gpus=2 on CPU ranks: python -m sp_bench gpus=2")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_first_hour_of_two_nodes(box: SlurmBox, tmp_path: Path) -> None:
     """Each step runs on the step's ranks, one a node."""

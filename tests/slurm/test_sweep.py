@@ -44,7 +44,7 @@ def wait_for(condition: Callable[[], object], what: str, patience_s: float = PAT
         time.sleep(0.2)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_ranks_of_a_step(box: SlurmBox, tmp_path: Path) -> None:
     """One command line of four speaks, and its record has the ranks of each node."""
     done = srun(box, "method=mesh", "gpus=4", "seqlen=256", "baseline=null", "iters=3", f"results_dir={tmp_path}")
@@ -63,7 +63,7 @@ def test_a_step_of_other_ranks_is_refused(box: SlurmBox, tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_rank_of_a_step_that_dies(box: SlurmBox, tmp_path: Path) -> None:
     """Its point says which rank and why, and the other point is measured with new ranks."""
     command = [*SRUN, "iters=150", "method=mesh", "gpus=4", "seqlen=512", "timeout_s=30", f"results_dir={tmp_path}"]
@@ -147,7 +147,7 @@ class Run:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_sweep_that_is_disturbed(box: SlurmBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A task is cancelled, a node fails, the controller restarts: what was not done is done, and nothing twice."""
     run = Run(box, tmp_path / "sweep")
@@ -182,7 +182,7 @@ def test_a_sweep_that_is_disturbed(box: SlurmBox, tmp_path: Path, capsys: pytest
     assert len(run.sweep.jobs) == 3, "nothing is left to submit"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_sweep_that_is_cancelled(box: SlurmBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its processes end, too, and leave nothing behind."""
     run = Run(box, tmp_path / "sweep")
@@ -194,7 +194,7 @@ def test_a_sweep_that_is_cancelled(box: SlurmBox, tmp_path: Path, capsys: pytest
     assert not [path for path in (run.folder / "logs").iterdir() if "Traceback" in path.read_text()]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_sweep_that_is_watched(box: SlurmBox, tmp_path: Path) -> None:
     """In a terminal the view goes from what waits to what is done; the time left is there once two tasks are."""
     run = Run(box, tmp_path / "sweep", gpus="2,4")
@@ -208,7 +208,7 @@ def test_a_sweep_that_is_watched(box: SlurmBox, tmp_path: Path) -> None:
     assert len(run.done()) == 8
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_task_that_is_told_to_end(box: SlurmBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By SIGTERM, as before its time limit: it leaves in order, and a resume runs what it has left."""
     run = Run(box, tmp_path / "sweep", gpus="2")
@@ -229,7 +229,7 @@ def test_a_task_that_is_told_to_end(box: SlurmBox, tmp_path: Path, capsys: pytes
     assert {run_id: run.done()[run_id] for run_id in before} == before
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_an_array_by_hand(box: SlurmBox, tmp_path: Path) -> None:
     """slurm/array.sbatch does the same, with keys of one's own behind it."""
     (tmp_path / "results").mkdir()
@@ -246,7 +246,7 @@ def test_an_array_by_hand(box: SlurmBox, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_tasks_that_do_not_run(box: SlurmBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Held, preempted and cancelled or requeued, of a drained node: each says so, and goes on as it says."""
     run = Run(
@@ -292,7 +292,7 @@ def test_tasks_that_do_not_run(box: SlurmBox, tmp_path: Path, capsys: pytest.Cap
     assert main(["cancel", str(run.folder), "--wait"]) == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_task_at_its_time_limit(box: SlurmBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["method=ring", "seqlen=16k", "iters=1000", "slurm.time=00:01:00"]
     run = Run(box, tmp_path / "sweep", *keys, gpus="2")
@@ -302,7 +302,7 @@ def test_a_task_at_its_time_limit(box: SlurmBox, tmp_path: Path, capsys: pytest.
     assert f"next: python -m slurm.sweep resume {run.folder} slurm.time=00:02:00" in said
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_task_that_is_killed_for_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

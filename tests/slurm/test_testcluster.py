@@ -31,7 +31,7 @@ def test_up_twice_is_up_once(box: SlurmBox) -> None:
     assert set(box.nodes()) == {"n1", "n2", "n3", "n4"}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_another_box_beside_it(box: SlurmBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Down, it leaves no process and no file, even of a job that runs; and the first box goes on."""
     other = SlurmBox(tmp_path / "other", hosts=[Host(name="a"), Host(name="b")], gpus_per_node=2)
@@ -58,7 +58,7 @@ def test_another_box_beside_it(box: SlurmBox, tmp_path: Path, capsys: pytest.Cap
     assert len(box.nodes()) == 4
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_controller_comes_back(box: SlurmBox) -> None:
     before = box._pids("slurmctld")
     box.restart_controller()

@@ -13,7 +13,7 @@ NEEDS_A_GPU = "needs a GPU"
 
 
 def exhaustive(*case: object) -> Any:
-    """A case that `make test` leaves out."""
+    """A further case of what others cover, which only `make test-all` runs."""
     return pytest.param(*case, marks=pytest.mark.exhaustive)
 
 

@@ -115,7 +115,7 @@ def test_traces_of_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert Cluster.build(config).name == "mine" and "traced operations" in config["sources"]["refit"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_point_is_traced_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On two ranks: transfers of lanes' own threads are seen, and the folder stands alone."""
     keys = ("method=ring", "gpus=2", "cluster=local", "seqlen=64", "heads=2", "head_dim=64", "dtype=float32")

@@ -46,7 +46,7 @@ def test_gradients_of_every_parameter_with_every_method(ranks: Ranks, methods: t
     assert_exact(ranks, [f"method={name}" for name in methods])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_gradients_of_other_models_masks_lengths_and_recomputations(ranks: Ranks) -> None:
     assert_exact(ranks, list(OTHERS))
 
@@ -68,12 +68,12 @@ def test_loss_curves_of_every_method_begin_alike(ranks: Ranks, methods: tuple[st
     assert_curves_alike(ranks, 5, methods)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_loss_curves_with_sharded_parameters_begin_alike(ranks: Ranks) -> None:
     assert_curves_alike(ranks, 5, ("mesh", "zigzag"), "train.parameters=sharded")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_loss_curves_over_200_steps(ranks: Ranks) -> None:
     """Those of all methods stand in docs/results/training.md."""
     assert_curves_alike(ranks, 200, ("mesh",), "seqlen=32", "batch=2")
@@ -114,7 +114,7 @@ def test_bad_input(overrides: str, message: str) -> None:
         point("gpus=4", *overrides.split()) if "gpus" not in overrides else point(*overrides.split())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_measured_point_has_the_parts_of_a_step(tmp_path) -> None:
     from sp_bench.point import run_points
 
@@ -145,7 +145,7 @@ def test_measured_point_has_the_parts_of_a_step(tmp_path) -> None:
     assert 1e-9 < min(timed) < max(timed) < 2e-6
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_sharded_points_count_what_fsdp_sends_and_hold(tmp_path) -> None:
     from sp_bench.point import run_points
 

@@ -233,7 +233,7 @@ def test_cores_that_nothing_keeps_busy_still_have_a_rate() -> None:
 
 
 @pytest.mark.usefixtures("can_be_made")
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_hosts_are_calibrated(tmp_path: Path) -> None:
     """By the same command, into a file for the same hosts."""
     path = tmp_path / "cluster" / "box.yaml"

@@ -36,7 +36,7 @@ def command_line(arguments: list[str], folder: Path, *, before: tuple[str, ...] 
 
 
 @pytest.mark.usefixtures("can_be_made")
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_point_is_measured_on_hosts(tmp_path: Path) -> None:
     """No link can have carried what each rank sent in less than this."""
     assert main([*POINT, "iters=3", "warmup=1", f"results_dir={tmp_path}"]) == 0

@@ -80,7 +80,7 @@ def test_ranks_share_a_host() -> None:
         assert hosts.ranks_by_host == {"host0": [0, 1], "host1": [2, 3]}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.parametrize("transfers_first", [True, False])
 def test_transfers_go_before_blocks(transfers_first: bool) -> None:
     """By priority, and blocks keep their core as long as the kernel lets them."""
@@ -100,7 +100,7 @@ def test_a_link_is_shaped_at_both_ends(pair: ShapedHosts) -> None:
     assert re.findall(r"tbf \w+: dev (\S+) root .*rate 160Mbit burst 32Kb", ends) == ["shaped0", "port0", "port1"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_two_runs_have_hosts_at_once() -> None:
     """With the same addresses, and both at the full rate."""
     with (
@@ -213,7 +213,7 @@ def namespaces_of_processes() -> set[str]:
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_killed_owner_leaves_nothing_and_others_keep_theirs(pair: ShapedHosts) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER],
