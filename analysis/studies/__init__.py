@@ -42,6 +42,8 @@ from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Section
 from sp_bench.errors import unknown
 from sp_bench.machine import cores_here
+from sp_bench.records.provenance import git, git_state
+from sp_bench.resources import ROOT
 
 SLOT = re.compile(r"```python\n.*?```|\{([\w.]+)\}", re.DOTALL)
 """Code, which stands as it is, or the name of what to fill in."""
@@ -117,10 +119,13 @@ class Study:
         return [made for made in self.figures(runs).values() if isinstance(made, Section)]
 
     def write(self, runs: Runs, folder: Path) -> Path:
-        """Write the page and its pictures (SVG) to `folder`; return the page's path."""
+        """Write the page and its pictures (SVG) to `folder`; return the page's path.
+
+        Its last line says at which commit it was made, if that is known (sp_bench.analysis.stale).
+        """
         runs.pages = folder
         path = folder / f"{self.name}.md"
-        path.write_text(self.filled(self.page, runs, folder).rstrip() + "\n")
+        path.write_text("\n\n".join([self.filled(self.page, runs, folder).rstrip(), *_stamp()]) + "\n")
         return path
 
     def filled(self, text: str, runs: Runs, pictures: Path | None = None) -> str:
@@ -136,6 +141,12 @@ class Study:
         found = getattr(study_named(other).module if other else self.module, name)
         made: Any = found(runs) if callable(found) else str(found)
         return _shown(made, None if other else pictures)
+
+
+def _stamp() -> list[str]:
+    code = git_state(ROOT)
+    commit = git(ROOT, "log", "-1", "--format=%h` of %cs") if code["git_commit"] else None
+    return [f"Made at commit `{commit}{', with changes' if code['git_dirty'] else ''}."] if commit else []
 
 
 def _shown(made: Section | Figure | Sequence[Mapping[str, object]] | str, pictures: Path | None = None) -> str:
