@@ -28,7 +28,8 @@ from sp_bench.analysis.verdict import (
     over_runs,
 )
 from sp_bench.cli.arguments import flag, keys_and_paths, run_command
-from sp_bench.cli.report import amount, make_console, number
+from sp_bench.cli.columns import make_console
+from sp_bench.cli.words import amount, number
 from sp_bench.errors import RequestError
 
 USAGE = """\

@@ -11,7 +11,7 @@ from typing import Any
 from sp_bench import records
 from sp_bench.analysis.frames import named
 from sp_bench.analysis.number import RECORD_KINDS
-from sp_bench.cli.report import shape, tokens
+from sp_bench.cli.words import shape, tokens
 from sp_bench.errors import RequestError
 from sp_bench.point.given import NOT_IN_THE_RESULT
 from sp_bench.records import Record

@@ -14,7 +14,7 @@ from sp_bench.analysis.frames import named
 from sp_bench.analysis.number import of_record
 from sp_bench.analysis.timelines import timeline
 from sp_bench.cli.arguments import keys_and_paths, run_command
-from sp_bench.cli.report import shape, tokens
+from sp_bench.cli.words import shape, tokens
 from sp_bench.errors import RequestError
 from sp_bench.plan.method import PHASES
 from sp_bench.records import Record

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from sp_bench.analysis.number import RECORD_KINDS
 from sp_bench.analysis.pairs import Paired, Point, provenance_of
 from sp_bench.analysis.verdict import ENOUGH_RUNS, Row
-from sp_bench.cli.report import amount, largest_error, number
+from sp_bench.cli.words import amount, largest_error, number
 from sp_bench.markdown import table
 
 HEAD = (

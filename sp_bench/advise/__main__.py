@@ -30,7 +30,8 @@ from sp_bench.advise.code import Wanted
 from sp_bench.advise.flags import FRAMEWORKS, settings
 from sp_bench.advise.workers import workers
 from sp_bench.cli.arguments import flag, run_command
-from sp_bench.cli.report import amount, make_console, over_least, print_columns
+from sp_bench.cli.columns import make_console, print_columns
+from sp_bench.cli.words import amount, over_least
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.point.unread import unread

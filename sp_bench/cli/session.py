@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from sp_bench.cli import report
+from sp_bench.cli.columns import ONE, SEVERAL, make_console
 from sp_bench.errors import RequestError
 from sp_bench.launch import RankCountError, launched
 from sp_bench.loggers import Logger
@@ -38,9 +39,9 @@ def run_point(
 
     `as_json` prints the records to stdout, one a line, and all else to stderr. `every` prints all quantities.
     """
-    console = report.make_console(beside_data=as_json)
+    console = make_console(beside_data=as_json)
     requests = [resolve(config, launched())]
-    console.width = min(console.width, report.SEVERAL if baseline else report.ONE)
+    console.width = min(console.width, SEVERAL if baseline else ONE)
     if baseline:
         try:
             requests.append(resolve(baseline, launched()))
@@ -71,7 +72,7 @@ def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger
     A point that can't be served is a row of its own; in a launch, points with another number of ranks are left out.
     Raises RequestError if no point can be served.
     """
-    console = report.make_console(beside_data=as_json)
+    console = make_console(beside_data=as_json)
     requests: list[Request | Record] = []
     elsewhere: list[RankCountError] = []
     for config in configs:

@@ -10,7 +10,7 @@ from sp_bench.advise.__main__ import backing, heading, how_to, main, size, what_
 from sp_bench.advise.candidates import Answer, Feasible, Question, answer
 from sp_bench.advise.changes import changes
 from sp_bench.advise.flags import FRAMEWORKS
-from sp_bench.cli.report import SEVERAL
+from sp_bench.cli.columns import SEVERAL
 from sp_bench.methods import REGISTRY
 from tests.support.marks import exhaustive
 

@@ -12,9 +12,12 @@ import pytest
 
 from sp_bench.__main__ import main
 from sp_bench.advise.candidates import Question, answer
-from sp_bench.cli import report, session
+from sp_bench.cli import session
+from sp_bench.cli.columns import ONE, SEVERAL, make_console
 from sp_bench.cli.compose import Composer
-from sp_bench.cli.report import ONE, ROWS, SEVERAL, make_console, print_points, print_sweep
+from sp_bench.cli.report import print_points, print_sweep
+from sp_bench.cli.rows import ROWS
+from sp_bench.cli.words import speed_up
 from sp_bench.point import Outcome
 from tests.support.made_records import made
 from tests.support.points import point
@@ -260,8 +263,8 @@ def test_what_a_table_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_measured_speed_up_has_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     near = outcome("ring", 33.5)
-    assert report.speed_up(MESH.record, [MESH, RING]) == "1.34x [1.32, 1.37]"
-    assert report.speed_up(MESH.record, [MESH, near]) == "1.01x [0.989, 1.03] ~"
+    assert speed_up(MESH.record, [MESH, RING]) == "1.34x [1.32, 1.37]"
+    assert speed_up(MESH.record, [MESH, near]) == "1.01x [0.989, 1.03] ~"
     lines = printed(monkeypatch, [MESH, near], 100, every=False)
     assert "~: not told apart, or too close to call: the intervals overlap" in lines
 

@@ -16,8 +16,9 @@ import torch
 from benchmarks import gpu_executor
 from sp_bench import machine, records
 from sp_bench.__main__ import main
+from sp_bench.cli.columns import make_console
 from sp_bench.cli.compose import Composer
-from sp_bench.cli.report import make_console, print_points, print_sweep
+from sp_bench.cli.report import print_points, print_sweep
 from sp_bench.cluster.device import same_model
 from sp_bench.errors import RequestError
 from sp_bench.launch import Launch

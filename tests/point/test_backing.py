@@ -10,7 +10,8 @@ import pytest
 from sp_bench import records
 from sp_bench.advise.candidates import Feasible
 from sp_bench.analysis.explorer import columns
-from sp_bench.cli.report import ROWS, number, ratio, speed_up
+from sp_bench.cli.rows import ROWS
+from sp_bench.cli.words import number, ratio, speed_up
 from sp_bench.methods import build
 from sp_bench.plan.documents import Chunked, Documents, Window
 from sp_bench.plan.layout import Positions

@@ -13,7 +13,8 @@ import pytest
 
 from sp_bench import records
 from sp_bench.cli.compose import Composer
-from sp_bench.cli.report import _cores, _overlap
+from sp_bench.cli.rows import busy_cores
+from sp_bench.cli.words import overlap
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.topology import Fabric
 from sp_bench.errors import RequestError
@@ -221,9 +222,9 @@ def record(low: float, high: float, iters: int = 9) -> records.Record:
 
 
 def test_overlapping_intervals_are_not_ranked() -> None:
-    assert _overlap(record(1.0, 2.0), record(1.9, 3.0))
-    assert not _overlap(record(1.0, 2.0), record(2.1, 3.0))
-    assert _overlap(record(1.0, 1.0, iters=1), record(9.0, 9.0, iters=1)), "one iteration says nothing"
+    assert overlap(record(1.0, 2.0), record(1.9, 3.0))
+    assert not overlap(record(1.0, 2.0), record(2.1, 3.0))
+    assert overlap(record(1.0, 1.0, iters=1), record(9.0, 9.0, iters=1)), "one iteration says nothing"
 
 
 @pytest.mark.parametrize(
@@ -298,7 +299,7 @@ def test_busy_cores_are_shown_where_ticks_can_tell(
     """By the time that they were counted in, whatever the median of the steps is."""
     alone = {"compute_only_core_ms_mean": 2400.0, "communication_only_core_ms_mean": transfers_ms}
     times = {"step_ms_median": 1500.0, "core_window_ms_mean": window_ms, "iters": 5}
-    assert _cores(made(**times, core_ms_mean=core_ms, **alone)) == cell
+    assert busy_cores(made(**times, core_ms_mean=core_ms, **alone)) == cell
 
 
 def test_no_more_cores_are_busy_than_there_are() -> None:
@@ -308,7 +309,7 @@ def test_no_more_cores_are_busy_than_there_are() -> None:
     rows = [Row(0, i, ALL_PHASES, part, float(s[i])) for part, s in parts for i in range(len(window_s))]
     found = cores(Breakdown(), Samples.of(rows), ["a"])
     means = {"core_ms_mean": found.core_ms_mean, "core_window_ms_mean": found.core_window_ms_mean}
-    assert _cores(made(step_ms_median=1000.0, iters=5, **means)) == "2.00"
+    assert busy_cores(made(step_ms_median=1000.0, iters=5, **means)) == "2.00"
 
 
 def test_ticks_count_no_more_than_all_cores() -> None:

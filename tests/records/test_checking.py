@@ -14,7 +14,7 @@ import pytest
 from sp_bench import records
 from sp_bench.analysis.explorer.fields import MADE, RESULTS, SETTINGS
 from sp_bench.cli import report
-from sp_bench.cli.report import title
+from sp_bench.cli.words import title
 from sp_bench.loggers import wandb_fields
 from sp_bench.point.simulated import simulate_point
 from sp_bench.point.training import simulate_training

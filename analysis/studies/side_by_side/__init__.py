@@ -11,7 +11,7 @@ from sp_bench.analysis.frames import named
 from sp_bench.analysis.number import record_source
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.timelines import TRANSFERS, draw_spans, spans_of
-from sp_bench.cli.report import amount, number
+from sp_bench.cli.words import amount, number
 from sp_bench.plan.ops import BLOCKS
 
 ASKED = {"gpus": 16, "seqlen": "128k", "cluster": "h100_ndr400", "phase": "forward", "mode": "simulate", "trace": 1}
