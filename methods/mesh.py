@@ -209,7 +209,7 @@ class MeshAttention(Method):
         return "rings"
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        """What is sent of a tensor: itself."""
+        """The tensor that is sent in place of one: itself."""
         return tensor
 
 

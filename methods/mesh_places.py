@@ -1,4 +1,4 @@
-"""Where the groups of a Mesh-Attention tile lie, and the lanes that they send on: ours, not the paper's.
+"""Placement of a Mesh-Attention tile's groups on ranks, and the lanes that they send on: ours, not the paper's.
 
 `placement` says which groups are consecutive ranks, which fill a node: with the paper's Q groups, KV crosses nodes;
 with KV groups (a Q group is then the ranks equal mod b), Q and O cross nodes. Tile, algorithms and volume are the same.

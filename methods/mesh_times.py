@@ -1,4 +1,4 @@
-"""What the orders of a Mesh-Attention tile are made of, and what they cost: hops and blocks of slices, and their times.
+"""Parts of a Mesh-Attention tile's orders, and their costs: hops and blocks of slices, and their times.
 
 It stands below the search for orders, their bound and the lean ones, which are ours and not the paper's.
 """

@@ -23,7 +23,7 @@ SACCT = ("JobID", "State", "ExitCode", "ElapsedRaw", "TimelimitRaw", "Reason")
 
 @dataclass(frozen=True, kw_only=True)
 class TaskState:
-    """What SLURM says of an array task."""
+    """The state of an array task, as SLURM reports it."""
 
     job: int
     number: int

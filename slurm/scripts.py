@@ -22,7 +22,7 @@ def scripts(sweep: Sweep) -> dict[int, str]:
 
 
 def summary(sweep: Sweep) -> str:
-    """What would be submitted, in words: tasks, points, nodes, the most GPU hours, account; and a container's needs."""
+    """A submission in words: tasks, points, nodes, the most GPU hours, account; and a container's needs."""
     settings, groups = sweep.settings, by_gpus(sweep.tasks)
     points = sum(len(task.points) for task in sweep.tasks)
     most = max(map(settings.nodes, groups))

@@ -93,7 +93,7 @@ Traffic = list[tuple[np.ndarray, np.ndarray]]
 
 
 def traffic(plan: Plan, problem: Problem, cluster: Cluster | None = None) -> Traffic:
-    """What ranks send to whom: one entry per (group, shift) of the plan, and per flow of a collective's algorithm.
+    """Bytes that ranks send: an entry per (group, shift) of the plan, and per flow of a collective's algorithm.
 
     The algorithms are those of the cluster's library; without a cluster, a message to each other member.
     """

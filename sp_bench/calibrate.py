@@ -140,7 +140,7 @@ def _options(arguments: list[str]) -> dict[str, Any]:
 
 
 def _setting(options: dict[str, Any]) -> Setting:
-    """What to measure. Raises RequestError for an invalid value, or without the GPU that is asked for."""
+    """Read what is to be measured. Raises RequestError for an invalid value, or without the GPU that is asked for."""
     device = _device(options)
     setting = replace(GPU if device == "cuda" else CPU, kernel=str(options["kernel"]))
     if read(bool, options["quick"], "quick"):

@@ -87,7 +87,7 @@ class Rows(NamedTuple):
 
 @dataclass
 class _Facts:
-    """What every rank holds at the current operation."""
+    """The tensors that every rank holds at the current operation."""
 
     problem: Problem
     ranks: Ranks

@@ -33,6 +33,18 @@ def test_readers_name_no_method(path: str) -> None:
     assert not names & literals
 
 
+CODE = [path for name in ("analysis", "methods", "slurm", "sp_bench") for path in sorted((ROOT / name).rglob("*.py"))]
+RELATIVE = re.compile(r"(Of|What|Whose|Where|Which|Who)\b")
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_begin_with_a_verb_or_the_thing_itself(path: Path) -> None:
+    """Not with a relative clause."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+    assert not [text for node in nodes if RELATIVE.match(text := ast.get_docstring(node) or "")]
+
+
 def test_the_page_of_the_design_has_the_floors_that_are_checked() -> None:
     """In their order; a package that is new, gone or moved is so on the page too."""
     text = (ROOT / "docs" / "explanation" / "design.md").read_text().partition("| floor | packages |")[2]

@@ -130,7 +130,7 @@ def heading(found: Answer) -> list[str]:
 
 
 def backing(found: Answer) -> list[str]:
-    """What the intervals of the fastest methods are from, and what has none."""
+    """The measurements behind the intervals of the fastest methods, and the methods without any."""
     lines = [""]
     if of_backed := dict.fromkeys(each.record.validation for each in found.tied if each.time.backed):
         lines += ["An interval has two of three measurements like the point in it:"]
@@ -168,7 +168,7 @@ def reasons(found: Answer) -> list[str]:
 
 
 def what_changes(found: Answer, varied: Sequence[Change]) -> list[str]:
-    """What would, and what wouldn't, change the answer."""
+    """Changes that would, and that wouldn't, change the answer."""
     first = found.feasible[0].method.name
     lines = []
     for change in varied:

@@ -40,7 +40,7 @@ class Feasible:
 
 @dataclass
 class Answer:
-    """What can run, the fastest first, and what can't."""
+    """The methods that can run, the fastest first, and those that can't."""
 
     config: Mapping[str, Any]
     feasible: list[Feasible] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What would change the answer: the same question with another NIC rate, other key heads, other lengths."""
+"""Changes of the answer: the same question with another NIC rate, other key heads, other lengths."""
 
 from __future__ import annotations
 

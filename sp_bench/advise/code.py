@@ -15,7 +15,7 @@ from sp_bench.records import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a setting must run."""
+    """The method, layout and options that a setting must run."""
 
     method: Method
     """With all its options chosen."""

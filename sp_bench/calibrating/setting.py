@@ -1,4 +1,4 @@
-"""What a calibration measures, and its results. Imports no torch: the asking process needs none."""
+"""The measurements of a calibration and their results. Imports no torch: the asking process needs none."""
 
 from __future__ import annotations
 

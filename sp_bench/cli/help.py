@@ -52,7 +52,7 @@ def all_keys() -> str:
 
 
 def explained(word: str) -> str:
-    """What is known of a key, a group or an option of a method: values and default. Raises RequestError for others."""
+    """Explain a key, a group or an option of a method: its values and default. Raises RequestError for others."""
     if word in _groups():
         return _group(word)
     lines = _choices_of_lines()

@@ -85,7 +85,7 @@ def step(record: Record) -> str:
 
 
 def host_bound(record: Record) -> str:
-    """What is added to a time that the thread which queues work bounds."""
+    """A mark for a time that is bound by the thread which queues work; else empty."""
     return ", host-bound" if (record.host_share or 0.0) > HOST_BOUND else ""
 
 

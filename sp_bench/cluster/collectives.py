@@ -38,7 +38,7 @@ NVLS_S = 25e-6
 
 
 class Flow(NamedTuple):
-    """What every rank sends to one other: (n,) each."""
+    """The share that every rank sends to one other rank: (n,) each."""
 
     target: np.ndarray
     share: np.ndarray

@@ -329,7 +329,7 @@ class DeviceCosts:
 def _pack_rates(
     table: KernelTable | Padded, blocks: PackBlocks, phase: str, batch_heads: int, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which blocks of a pack have anything to compute, (classes,), and the FLOP/s of each of these."""
+    """The classes of a pack's blocks that have FLOPs, (classes,), and the FLOP/s of each of these."""
     pieces, q_tokens, kv_tokens = blocks.shapes
     there = blocks.pairs > 0
     cut = blocks.pairs < MOSTLY_FULL * pieces * q_tokens * kv_tokens

@@ -1,4 +1,4 @@
-"""Whose code runs a plan on a simulated device, and what this code costs beside block kernels and transfers.
+"""The code that runs a plan on a simulated device, and its costs beside block kernels and transfers.
 
 A plan executed by this suite and the same method in another package have the same blocks and transfers. They differ in
 what is around them: how results are merged, how often a kernel is called, and what the host does meanwhile.

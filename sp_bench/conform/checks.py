@@ -1,4 +1,4 @@
-"""What is checked, in ranks. Each check returns what is wrong, or an empty text; the registry is in catalogue.py."""
+"""The checks, as ranks run them. Each returns what is wrong, or an empty text; the registry is in catalogue.py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def errors(subject: Subject, case: Case) -> dict[str, str]:
 
 
 def tensor(name: str, stage: Stage) -> str:
-    """What is wrong with one of out, dq, dk and dv."""
+    """Describe what is wrong with one of out, dq, dk and dv."""
     return errors(stage.subject, stage.case).get(name, "")
 
 

@@ -1,4 +1,4 @@
-"""What a function claims beyond plain attention, stated beside its code.
+"""Claims of a function beyond plain attention, stated beside its code.
 
 @claims(layout="zigzag", sent_bytes=lambda problem, phase: ...)
 def my_attention(q, k, v, *, causal, group): ...
@@ -34,7 +34,7 @@ SentBytes = Callable[[Problem, str], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Claims:
-    """What holds for a function. What isn't claimed isn't checked, and the table says so.
+    """The properties that a function claims. One that isn't claimed isn't checked, and the table says so.
 
     Raises RequestError for a layout, mask or dtype that doesn't exist, and for a flag that is neither true nor false.
     """

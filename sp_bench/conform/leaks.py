@@ -71,7 +71,7 @@ def _growth(call: Callable[[int], object], calls: int, rounds: int) -> float:
 
 
 def _too_much(growth: float, q_bytes: int, each: str) -> str:
-    """What is wrong if a call adds half of what its q has; tensors that are too small to tell are never wrong."""
+    """Describe growth by half of q or more in each call; tensors that are too small to tell are never wrong."""
     if q_bytes < SMALLEST_LEAK_BYTES or growth <= q_bytes / 2:
         return ""
     return f"memory grows by {growth / 1e3:,.0f} kB with each {each}, whose q has {q_bytes / 1e3:,.0f} kB"

@@ -21,7 +21,7 @@ PRELOADED = ("sp_bench.conform.checks", "torch._dynamo", "torch.fx.experimental.
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a case."""
+    """The result of one case."""
 
     status: str
     """holds, fails or refused."""

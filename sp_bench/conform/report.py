@@ -112,7 +112,7 @@ def _plain(text: str) -> str:
 
 
 def checks_table() -> str:
-    """What each check looks for, and public bugs that it would have seen, in Markdown (docs/how-to/conform.md)."""
+    """A table of the checks, with public bugs that each would have seen, in Markdown (docs/how-to/conform.md)."""
     rows = [[f"`{c.name}`", c.looks_for, ", ".join(map(_link, c.published))] for c in CHECKS]
     return markdown.table(["check", "holds if", "bugs of this kind in public code"], rows) + "\n"
 

@@ -20,7 +20,7 @@ SHRINK_S = 20.0
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one check."""
+    """The result of one check."""
 
     check: Check
     status: str

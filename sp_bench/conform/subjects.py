@@ -1,4 +1,4 @@
-"""What is checked: a user's function, a known package, or a method of this suite. Imports torch only in ranks."""
+"""Subjects of checks: a user's function, a known package, or a method of this suite. Imports torch only in ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Instance:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject(ABC):
-    """What is checked. It is pickled and sent to the ranks."""
+    """A function to check. It is pickled and sent to the ranks."""
 
     name: str
     """As the user wrote it."""
@@ -268,7 +268,7 @@ CLAIM_KEYS = ("layout", "masks", "dtypes", *FLAGS, *FUNCTIONS)
 
 
 def subjects_named(name: str, options: Mapping[str, Any]) -> Sequence[Subject]:
-    """What a request names: module:fn, a peer, a method, "methods" or "peers".
+    """The subjects that a request names: module:fn, a peer, a method, "methods" or "peers".
 
     `options` are spelled as the benchmark does, method.layout, or without its `method.`. Raises RequestError for an
     unknown name or option, one that is given twice, or where torch or a package is missing.

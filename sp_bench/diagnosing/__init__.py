@@ -1,4 +1,4 @@
-"""What this machine or allocation can run, and what is misconfigured: facts, and the findings that follow from them.
+"""Diagnoses of a machine or an allocation: facts, and the findings that follow from them.
 
 `seen` and `nvidia_smi` collect facts on each host, `rank_jobs` on ranks; the `judge_*` functions turn facts into
 findings and touch no machine, so that tests give them the facts of machines that aren't there.

@@ -144,7 +144,7 @@ def _kernels(ward: _Ward, dtype: str, head_dim: int) -> list[Finding]:
 
 
 def checked(n: int, kernel: str, dtype: str, head_dim: int) -> tuple[Spec, Spec]:
-    """What goes through the gate: blocks with their diagonal and without it, and blocks of several documents."""
+    """Blocks for the gate: with their diagonal and without it, and of several documents."""
     documents = Documents(DOCUMENTS * n)
     return spec(n, kernel, dtype, head_dim), spec(n, kernel, dtype, head_dim, documents, "contiguous")
 

@@ -103,7 +103,7 @@ def cluster_like(ranks: Sequence[RankFacts]) -> dict | None:
 
 
 def judge_uses(ranks: Sequence[RankFacts], *, launched: bool) -> list[Finding]:
-    """What can be run here, as commands."""
+    """The commands that can be run here."""
     n, on_gpus = len(ranks), "cuda" in ranks[0].device
     config = cluster_like(ranks)
     if on_gpus and config is None:

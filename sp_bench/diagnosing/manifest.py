@@ -32,7 +32,7 @@ class Manifest:
         self._write()
 
     def steps(self) -> dict[str, dict[str, Any]]:
-        """What is known of each step begun so far, by its name."""
+        """The state of each step begun so far, by its name."""
         return self._content["steps"]
 
     def done(self, step: str) -> bool:

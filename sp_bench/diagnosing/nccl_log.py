@@ -1,4 +1,4 @@
-"""What NCCL says of its communicators in the log that NCCL_DEBUG=INFO writes. Lines are as in NCCL 2.18 to 2.30."""
+"""NCCL's communicators, as read from the log that NCCL_DEBUG=INFO writes. Lines are as in NCCL 2.18 to 2.30."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NcclLog:
 
 
 def read_log(text: str) -> NcclLog:
-    """What a rank's log says."""
+    """Read one rank's log."""
     version, network = _VERSION.search(text), _NETWORK.search(text)
     channels = tuple(tuple(map(int, match)) for match in _CHANNELS.findall(text))
     routes = Counter((int(a), int(b), how) for a, b, how in _ROUTE.findall(text))

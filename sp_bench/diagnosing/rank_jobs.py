@@ -1,4 +1,4 @@
-"""What the doctor has ranks do: say what they see, pass the gate with each kernel, exchange messages, compute.
+"""The doctor's jobs for ranks: say what they see, pass the gate with each kernel, exchange messages, compute.
 
 Runs inside the ranks' processes.
 """
@@ -61,7 +61,7 @@ class KernelRow:
 
 
 def look() -> tuple[RankFacts, HostFacts | None]:
-    """What this rank sees, and its host if it is the first rank on it. All ranks must call it."""
+    """The facts of this rank, and of its host if it is the first rank on it. All ranks must call it."""
     device = _versions()
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, host_name())
@@ -70,7 +70,7 @@ def look() -> tuple[RankFacts, HostFacts | None]:
 
 
 def _pci_address() -> str:
-    """Where this rank's GPU is, such as 0000:1b:00.0; empty for a CPU, or if torch doesn't say."""
+    """The PCI address of this rank's GPU, such as 0000:1b:00.0; empty for a CPU, or if torch doesn't say."""
     if "error" in _versions() or device_here().type != "cuda":
         return ""
     of_gpu = torch.cuda.get_device_properties(device_here())
@@ -161,7 +161,7 @@ def _multiply(device: torch.device, done: threading.Event) -> None:
 
 
 def nccl_log() -> NcclLog:
-    """What NCCL has written about this rank's communicators to NCCL_DEBUG_FILE."""
+    """The lines about this rank's communicators that NCCL has written to NCCL_DEBUG_FILE."""
     name = os.environ.get("NCCL_DEBUG_FILE", "").replace("%h", platform.node()).replace("%p", str(os.getpid()))
     try:
         return read_log(Path(name).read_text(errors="replace"))

@@ -1,4 +1,4 @@
-"""What a process sees of its host and of its environment. Imports no torch."""
+"""Facts of a host and an environment, as a process sees them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class HostFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What one rank's process sees."""
+    """The facts that one rank's process sees."""
 
     rank: int
     host: str
@@ -71,7 +71,7 @@ class RankFacts:
 
 
 def host_facts() -> HostFacts:
-    """What the doctor reads on this host."""
+    """The facts that the doctor reads on this host."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shm = Path("/dev/shm")
     return HostFacts(

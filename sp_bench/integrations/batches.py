@@ -22,7 +22,7 @@ MOST_OUTPUTS = 8
 
 
 class Batch:
-    """What a model's layers and its loss must know of a batch; a keyword argument of the model carries it.
+    """The facts of a batch that a model's layers and its loss need; a keyword argument of the model carries it.
 
     Not a dataclass: FSDP would copy it field by field.
     """
@@ -52,7 +52,7 @@ class Batch:
 
     @property
     def told(self) -> tuple[Any, ...]:
-        """What tells batches apart that are dealt, and put together, in different ways."""
+        """A key that differs for batches whose tokens are assigned to ranks in different ways."""
         return self.seqlen, self.rows, self.attention.layout
 
     @property
@@ -101,7 +101,7 @@ def shifted(labels: Tensor, lengths: tuple[int, ...]) -> Tensor:
 
 
 def in_words(input_ids: Tensor, labels: Tensor | None, lengths: tuple[tuple[int, ...], ...]) -> str:
-    """What all ranks must have alike: the shape, documents and tokens of a batch."""
+    """The shape, documents and tokens of a batch, which all ranks must have alike."""
     rows = set(lengths)
     told = "rows that differ" if len(rows) > 1 else f"{_shown(next(iter(rows), ()))}"
     tensors = [x.detach().cpu().contiguous() for x in (input_ids, labels) if x is not None]

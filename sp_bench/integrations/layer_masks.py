@@ -1,4 +1,4 @@
-"""Which keys the queries of a model's layer see: read from the mask function that the model itself composes.
+"""The keys that the queries of a model's layer see: read from the mask function that the model itself composes.
 
 transformers composes a mask of functions of positions (masking_utils) and hands it to the mask function registered for
 an attention. That of the suite makes no tensor: it reads what the parts are, and the layer gets a `Sees`. A part that
@@ -49,7 +49,7 @@ class Sees:
         raise NoTensor(f"mask.{name}", "the model makes a mask of its own of that of its layers", OTHERWISE)
 
     def both(self, other: Sees) -> Sees:
-        """What is seen under both."""
+        """The mask under which a query sees what it sees under both."""
         return Sees(
             self.causal or other.causal,
             _least(self.left, other.left),
@@ -101,7 +101,7 @@ def _least(a: int | None, b: int | None) -> int | None:
 def mask_function(
     *_: Any, mask_function: Callable | None = None, attention_mask: Tensor | None = None, **given: Any
 ) -> Sees:
-    """What transformers calls for the mask of layers whose attention is that of the suite.
+    """The function that transformers calls for the mask of layers whose attention is that of the suite.
 
     Raises RequestError for a padded batch.
     """

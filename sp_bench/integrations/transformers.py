@@ -224,7 +224,7 @@ def _refuse_shapes(input_ids: Tensor, labels: Tensor, position_ids: Tensor | Non
 
 
 def _sees(module: torch.nn.Module, attention_mask: Tensor | Sees | None, given: dict[str, Any]) -> Sees:
-    """What a layer's queries see: by the model's mask or, where it makes none, by what the layer says."""
+    """The keys that a layer's queries see: by the model's mask or, where it makes none, by what the layer says."""
     if isinstance(attention_mask, Sees):
         return attention_mask
     refuse_padding(attention_mask)

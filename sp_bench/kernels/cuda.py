@@ -113,7 +113,7 @@ def beneath(function: Any) -> Any:
 
 @cache
 def no_state(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What stands for the state of a generator, which nobody reads without dropout."""
+    """A placeholder for the state of a generator, which nobody reads without dropout."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 

@@ -113,7 +113,7 @@ def fold_bytes(out: Tensor, lse: Tensor, part_out: Tensor) -> int:
 
 
 def fold_notes(device: torch.device) -> tuple[str, ...]:
-    """What a reader of the times of folds on a device must know. The first call on a GPU tries the fused fold."""
+    """Notes for a reader of the times of folds on a device. The first call on a GPU tries the fused fold."""
     failure = triton_fails(device) if device.type == "cuda" and _has_triton() else ""
     return (failure,) if failure else ()
 

@@ -56,7 +56,7 @@ class Pieces:
         return tuple(len(region.kv) for region in self.regions)
 
     def cumulative(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Where the queries and the keys of each piece start, and the last end: int32, batch entries one by one.
+        """The starts of each piece's queries and keys, and the last end: int32, batch entries one by one.
 
         Made once: a copy to a GPU makes the caller wait for it, and can't be captured.
         """

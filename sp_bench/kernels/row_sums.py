@@ -1,4 +1,4 @@
-"""What a backward needs of O: rowsum(dO * O), one number a row, and an O that has these row sums.
+"""The part of O that a backward needs: rowsum(dO * O), one number a row, and an O that has these row sums.
 
 A block's gradients depend on O by delta = rowsum(dO * O) alone (FlashAttention-2, Dao 2023, algorithm 2). Kernels take
 O and sum it up themselves. Any O with the same row sums gives them the same gradients, and the shortest one is the

@@ -1,4 +1,4 @@
-"""Where the chunks that a fused block reads lie: side by side in one allocation, or to be copied together."""
+"""The places of the chunks that a fused block reads: side by side in one allocation, or to be copied together."""
 
 from __future__ import annotations
 

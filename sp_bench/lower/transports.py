@@ -52,7 +52,7 @@ KINDS = {kind.name: kind for kind in (GLOO, SHARED, NCCL, SYMMETRIC)}
 
 @dataclass(frozen=True, kw_only=True)
 class TransportOptions:
-    """What carries the transfers of a point, and how."""
+    """The transport of a point and its options."""
 
     name: str = "auto"
     """A key of KINDS; auto is NCCL between GPUs and gloo between CPUs."""

@@ -45,7 +45,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class StartRequest:
-    """What rank 0's process tells an agent about a new pool."""
+    """The message from rank 0's process to an agent about a new pool."""
 
     pool: int
     """The number of the pool among those of the launch."""

@@ -108,7 +108,7 @@ def transport_here(
 
 
 def start_here(clock: Clock) -> Start:
-    """What lets all ranks begin phases together. All ranks must call it."""
+    """A start that lets all ranks begin phases together. All ranks must call it."""
     import torch.distributed as dist
 
     from sp_bench.measure.start import Start, start_group

@@ -31,7 +31,7 @@ OBSTACLES = ALARMS | 0x2 | 0x10
 
 
 def reasons_in_words(mask: int) -> list[str]:
-    """What NVML's mask of reasons says."""
+    """The reasons in NVML's mask, in words."""
     return [text for bit, text in HELD_DOWN.items() if mask & bit]
 
 

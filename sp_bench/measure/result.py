@@ -1,4 +1,4 @@
-"""What ranks find of a point that they measure. Imports no torch: the asking process needs none."""
+"""The results of ranks that measure a point. Imports no torch: the asking process needs none."""
 
 from __future__ import annotations
 

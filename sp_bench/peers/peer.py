@@ -105,7 +105,7 @@ class Peer(ABC):
         return self.documents.causal if self.documents else self.mask == CAUSAL
 
     def document_unit(self, n: int) -> int:
-        """What must divide the length of each document, on n ranks."""
+        """The number of tokens that must divide the length of each document, on n ranks."""
         return 1
 
     def preferred(self) -> str:

@@ -1,4 +1,4 @@
-"""Which class of `Problem.blocks` each block of a plan has on each rank: one table for all who count or cost blocks."""
+"""The class of `Problem.blocks` of each block of a plan on each rank: one table for all who count or cost blocks."""
 
 from __future__ import annotations
 

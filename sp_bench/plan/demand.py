@@ -107,7 +107,7 @@ def _visible(plan: Plan, problem: Problem) -> Visible:
 
 
 def _of_operands(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
-    """Which ranks want each received chunk of q, kv and the like, from the last operation back to the first."""
+    """The ranks that want each received chunk of q, kv and the like, from the last operation back to the first."""
     ranks, everyone, found = np.arange(plan.n), np.ones(plan.n, bool), dict[int, np.ndarray]()
     wanted: dict[Chunk, np.ndarray] = {}
 
@@ -131,7 +131,7 @@ def _of_operands(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
 
 
 def _of_partials(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
-    """Which ranks receive, and fold, a partial that something was folded into, in plan order."""
+    """The ranks that receive, and fold, a partial that something was folded into, in plan order."""
     ranks, found = np.arange(plan.n), dict[int, np.ndarray]()
     none, everyone = np.zeros(plan.n, bool), np.ones(plan.n, bool)
     filled: dict[Chunk, np.ndarray] = {}

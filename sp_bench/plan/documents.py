@@ -69,7 +69,7 @@ class Packed(Mask):
 
     @cached_property
     def edges(self) -> np.ndarray:
-        """Where each document starts, and the end of the last one: (documents + 1,)."""
+        """The start of each document, and the end of the last one, in tokens: (documents + 1,)."""
         return np.array([0, *accumulate(self.lengths)])
 
     @property
@@ -140,7 +140,7 @@ class Packed(Mask):
         )
 
     def _filling(self, seqlen: int) -> str:
-        """What makes the documents fill a sequence, in words: padding, or a shorter end."""
+        """The change that makes the documents fill a sequence, in words: padding, or a shorter end."""
         if self.seqlen < seqlen:
             return f"one more document of {seqlen - self.seqlen} tokens as padding"
         kept = int(np.searchsorted(self.edges, seqlen, side="left"))
@@ -330,7 +330,7 @@ class PackBlocks(Blocks):
 
     @cached_property
     def _seen_elsewhere(self) -> list[Seen]:
-        """What the queries of each chunk that has any see in others."""
+        """The keys of other chunks that the queries of each chunk see, for chunks that have any."""
         ends = np.cumsum(np.bincount(self.owner, minlength=self.chunks))
         of_chunks = np.split(np.argsort(self.owner, kind="stable"), ends[:-1])
         return [self._seen_by(queries) for queries in of_chunks if queries.size]

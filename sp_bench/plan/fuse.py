@@ -31,7 +31,7 @@ Single = Attend | AttendBackward
 
 
 class Slot(NamedTuple):
-    """Where a received chunk lies: chunks of one `row` of buffers lie side by side, by number."""
+    """The place of a received chunk: chunks of one `row` of buffers lie side by side, by number."""
 
     row: tuple[object, ...]
     number: int
@@ -64,7 +64,7 @@ def fusible(problem: Problem) -> bool:
 
 
 class Slots:
-    """Where the chunks that the blocks of a plan read lie."""
+    """The places of the chunks that the blocks of a plan read."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._flow = plan, dataflow(plan)

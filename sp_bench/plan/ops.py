@@ -202,7 +202,7 @@ class _OfRows(_OfHome):
 
     @property
     def of_members(self) -> tuple[Chunk, ...]:
-        """Their chunks."""
+        """The chunks of these members."""
         return tuple(self.own.at(u) for u in self.members)
 
 

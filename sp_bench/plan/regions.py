@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class RegionKind(Enum):
-    """Which keys of a region its queries see."""
+    """The keys of a region that its queries see."""
 
     FULL = "full"
     CAUSAL = "causal"

@@ -1,4 +1,4 @@
-"""Which validation backs a simulated point: how far others' published measurements are from simulations like it.
+"""The validation that backs a simulated point: how far others' published measurements are from simulations like it.
 
 backing.json, which `python -m sp_bench.validate published` writes, has a row for each kind of points: the workload, the
 mask's class, what plans send and what they send it over. A row backs a point of its kind on a cluster with the figures
@@ -44,7 +44,7 @@ OF_GATHERED = "variable"
 
 
 class Kind(NamedTuple):
-    """What points have in common whose simulations are about as far off."""
+    """The properties that points share whose simulations are about as far off."""
 
     workload: str
     mask: str
@@ -73,14 +73,14 @@ class Backing(NamedTuple):
     """The clusters that were measured, with their figures (figures_of); None where those are not in conf/cluster."""
 
     def words(self, *more: str) -> str:
-        """What was measured and how far off its simulations were, with what else is to be said."""
+        """The measurements and how far off their simulations were, with what else is to be said."""
         where = "; ".join([", ".join(self.clusters), *more])
         return f"{self.kind}: median {self.median:.1%}, n={self.points} ({where})"
 
 
 @dataclass(frozen=True)
 class Validation:
-    """What backs a simulated point, as a record has it."""
+    """The validation of a simulated point, as a record has it."""
 
     kind: Kind
     backing: Backing | None
@@ -99,7 +99,7 @@ class Validation:
 
     @property
     def error(self) -> float | None:
-        """What two of three errors are within, and the step's distance from what was measured; None without backing."""
+        """The error that two of three are within, and the step's distance from measurements; None without backing."""
         return self.backing.two_of_three + self.apart if self.backing else None
 
     def around(self, step_ms: float) -> Interval:
@@ -119,7 +119,7 @@ class Validation:
 
 
 def transfers_of(plans: Iterable[Plan]) -> str:
-    """What plans send, in words: all-to-alls, KV from rank to rank, Q and outputs from rank to rank, or nothing."""
+    """The transfers of plans, in words: all-to-alls, KV or Q and outputs from rank to rank, or nothing."""
     found = set()
     for op in (op for plan in plans for op in plan.ops if isinstance(op, Transfer)):
         passed = "KV passed on" if op.tensor.of_keys else "Q and outputs passed on"
@@ -128,7 +128,7 @@ def transfers_of(plans: Iterable[Plan]) -> str:
 
 
 def links_of(cluster: Cluster, gpus: int) -> str:
-    """What a cluster's transfers cross, in words."""
+    """The links that a cluster's transfers cross, in words."""
     intra = cluster.topology.intra
     if cluster.hosts:
         return "emulated hosts"
@@ -174,7 +174,7 @@ def figures_of(config: Mapping[str, Any], links: str, kernel: str) -> str:
 
 
 def validated(request: Request, choice: Choice) -> Validation:
-    """What backs the simulated step of a variant of a request's method."""
+    """The validation of the simulated step of a variant of a request's method."""
     kind = kind_of(request, choice.plans.values())
     row = known().get(kind)
     if row is None:
@@ -193,7 +193,7 @@ def validated(request: Request, choice: Choice) -> Validation:
 
 
 def _with_implementation(cluster: Cluster, choice: Choice, row: Backing) -> Validation:
-    """What the row backs of a step simulated with an implementation that may not be the one that was measured.
+    """The part of a row's backing that holds for a step of another implementation than the measured one.
 
     Ours stands for measured code where the plans take as long with that: what nobody has measured is then below what
     repetitions differ by.

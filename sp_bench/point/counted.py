@@ -106,7 +106,7 @@ def in_phases(request: Request, sent: Mapping[str, Mapping[tuple[str, ...], floa
 
 
 def _closed_form(choice: Choice, times: Mapping[str, int], others: int) -> float | None:
-    """What the method's formula says that a GPU sends; None for a pack, of which most methods send a part."""
+    """The bytes that a GPU sends by the method's formula; None for a pack, of which most methods send a part."""
     if not (choice.problem.mask.sends_unseen or choice.method.counts_rows):
         return None
     return plain(others + sum(count * choice.method.bytes_sent(choice.problem, p) for p, count in times.items()))

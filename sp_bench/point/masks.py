@@ -57,7 +57,7 @@ def described(mask: Mask) -> dict[str, Any]:
 
 
 def identified(mask: Mask) -> dict[str, Any]:
-    """What stands for a mask in a run_id, in place of the keys that it was made of."""
+    """A mask's part of a run_id, in place of the keys that it was made of."""
     numbers = [mask.lengths, mask.causal, mask.left, mask.right] if isinstance(mask, Packed) else None
     return {"mask": [mask.name, numbers], "causal": None, "data": None, "window": None, "chunk": None}
 

@@ -122,7 +122,7 @@ def _specs(request: Request, choice: Choice | None) -> list[Spec]:
 
 
 def spec_of(request: Request, choice: Choice | None) -> Spec:
-    """What ranks get of a point; without a choice, of a peer's."""
+    """The part of a point that ranks get; without a choice, of a peer's."""
     return Spec(
         workload=request.workload,
         problem=choice.problem if choice else request.problem,

@@ -108,7 +108,7 @@ class Request:
 
     @property
     def transport(self) -> TransportOptions:
-        """What carries transfers."""
+        """The transport that carries transfers."""
         return self.cluster.transport_options
 
     def asked(self) -> Asked:

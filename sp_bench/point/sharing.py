@@ -1,4 +1,4 @@
-"""Which points share a process: on a GPU they hold their memory side by side, since they are timed in turn."""
+"""The points that share a process: on a GPU they hold their memory side by side, since they are timed in turn."""
 
 from __future__ import annotations
 

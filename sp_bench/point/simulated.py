@@ -134,7 +134,7 @@ def time_by_rank(choice: Choice) -> dict[str, list[float]]:
 
 
 def timeline_of(choice: Choice) -> SimulatedTimeline:
-    """What the rank does whose timeline shows best what the step waits for (Run.shown_rank of the longest phase)."""
+    """The timeline of the rank that shows best what the step waits for (Run.shown_rank of the longest phase)."""
     runs = choice.runs
     rank = max(runs.values(), key=lambda run: run.makespan_s).shown_rank
     lanes: dict[str, list[tuple[float, float]]] = {}

@@ -297,7 +297,7 @@ def _layer(
 
 
 def _traffic(traffic: Traffic, costs: TrainingCosts, by_link: dict[str, float]) -> Traffic:
-    """What is sent, with the sums within tensor-parallel groups."""
+    """The traffic of a step, with the sums within tensor-parallel groups."""
     within, expected = _tensor_bytes(costs), traffic.comm_bytes_expected
     assert traffic.comm_bytes_per_gpu is not None
     return replace(
@@ -312,14 +312,14 @@ def _traffic(traffic: Traffic, costs: TrainingCosts, by_link: dict[str, float]) 
 
 
 def _tensor_bytes(costs: TrainingCosts) -> float:
-    """What each GPU sends in a step within its tensor-parallel group."""
+    """Bytes that each GPU sends in a step within its tensor-parallel group."""
     layers, sums = costs.model.layers, costs.tensor_sums
     return costs.tensor_sum_bytes * (layers * (sums["forward"] + sums["backward"]) + sums["outside"])
 
 
 @dataclass(frozen=True)
 class _Bound:
-    """What bounds a step from below."""
+    """A lower bound on a step."""
 
     times: Mapping[str, int]
     """How often each plan is executed, by its phase."""

@@ -108,7 +108,7 @@ def _not_captured(*, on_cpu: bool, workload: str, of_a_peer: bool = False) -> st
 
 
 def _notes(options: TransportOptions) -> list[str]:
-    """What the simulation doesn't know of the options."""
+    """Notes on options that the simulation doesn't know."""
     given = {
         "symmetric_memory": options.name == SYMMETRIC.name,
         "registered_buffers": options.registered_buffers,

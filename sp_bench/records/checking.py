@@ -25,7 +25,7 @@ PRINTED = 0.02
 
 
 def problems_of(path: Path) -> list[str]:
-    """What is wrong with the record in a file; empty if nothing is."""
+    """The errors of the record in a file; empty if it has none."""
     try:
         record = read(path)
     except (OSError, ValueError) as error:
@@ -102,7 +102,7 @@ def _rates(record: Record) -> Iterator[str]:
 
 
 def _mode(record: Record, files: Mapping[str, Path]) -> Iterator[str]:
-    """What each mode must have, and what it can't have."""
+    """The fields that each mode must have, and those that it can't have."""
     if record.mode == "measure" and record.status == "ok":
         if "samples" not in files:
             yield f"mode=measure has no {record.run_id}.samples.json beside it"

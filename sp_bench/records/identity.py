@@ -91,7 +91,7 @@ def machine() -> dict[str, Any]:
 
 @cache
 def gpu_software(packages: tuple[str, ...]) -> dict[str, Any]:
-    """What a number measured on GPUs depends on: models, driver, CUDA, NCCL, cuDNN, packages, and their variables."""
+    """GPUs and software that a measured number depends on: driver, CUDA, NCCL, cuDNN, packages, and their variables."""
     import torch
     from torch.cuda import nccl
 

@@ -1,4 +1,4 @@
-"""What is known of how far off a record's step may be, and whether two steps can be told apart by it."""
+"""The interval of a record's step, and whether two steps can be told apart by it."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import msgspec
 
 
 class SimulatedTimeline(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="simulated"):
-    """What one rank does, all phases one after the other, in seconds."""
+    """The timeline of one rank, all phases one after the other, in seconds."""
 
     rank: int
     phases: list[str]

@@ -39,7 +39,7 @@ from sp_bench.run.sms import share
 
 
 class Differentiable(Protocol):
-    """What computes an attention and its gradients: an Engine, or something around one."""
+    """An attention and its gradients: an Engine, or something around one."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Saved]: ...
 
@@ -320,7 +320,7 @@ class SequenceParallelAttention(torch.nn.Module):
 
 
 def _in_words(problem: Problem | None) -> str:
-    """What all ranks must have alike, short even for thousands of documents."""
+    """The properties that all ranks must have alike, short even for thousands of documents."""
     assert problem is not None
     mask, documents = problem.mask, ""
     if isinstance(mask, Packed):

@@ -109,7 +109,7 @@ class Blocks:
     def _forward(
         self, q_chunk: Chunk, o: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
     ) -> Callable[[Execution, Tensors], None]:
-        """What computes and folds O of some windows, given the keys and values that `take` takes rows out of."""
+        """A function that computes and folds O of windows, given the keys and values that `take` takes rows out of."""
         kernel = self._kernel
         bound = [(self._take(q_chunk, w.q), take(w.kv), w.kind, self._sums.at(o, w.q)) for w in windows]
 
@@ -133,7 +133,7 @@ class Blocks:
     def _backward(
         self, q_chunk: Chunk, dq_chunk: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
     ) -> Callable[[Execution, Tensors, Callable[[int, Tensors], None]], None]:
-        """What computes and adds dQ of some windows. What it is given last adds (dk, dv) of a window, by its number."""
+        """A function that computes and adds dQ of windows. Its last argument adds a window's (dk, dv) by number."""
         kernel = self._kernel
         bound = [
             (number, self._take(q_chunk, w.q), take(w.kv), w.kind, self._sums.at(dq_chunk, w.q))
@@ -199,7 +199,7 @@ class Blocks:
         return gathered_backward
 
     def _take(self, chunk: Chunk, rows: Rows) -> _Take:
-        """What takes rows out of the tensors of a chunk."""
+        """A function that takes rows out of the tensors of a chunk."""
         if self._sums.at(chunk, rows).whole:
             return _as_they_are
 
@@ -297,7 +297,7 @@ class Blocks:
 
 
 def _rows_of(rows: Rows) -> _Take:
-    """What takes rows out of tensors that are no chunk's."""
+    """A function that takes rows out of tensors that are no chunk's."""
     return lambda held, tensors: tuple([tokens_of(x, rows) for x in tensors])
 
 

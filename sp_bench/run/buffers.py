@@ -61,7 +61,7 @@ class Buffers:
 
 
 class Borrower(Protocol):
-    """What has tensors of an arena."""
+    """A holder of tensors of an arena."""
 
     def close(self) -> None:
         """Let go of the tensors; they are taken again when they are needed."""

@@ -102,7 +102,7 @@ class Agreement:
         return Refusal(*found) if found else None
 
     def differs(self, key: str, mine: str) -> str:
-        """What this rank and the first one say under a key, by rank; empty if it is the same."""
+        """The answers of this rank and the first one under a key, by rank; empty if they are the same."""
         first = self.store.compare_set(key, "", f"{self.rank} {mine}").decode()
         rank, _, theirs = first.partition(" ")
         pair = sorted([(int(rank), theirs), (self.rank, mine)])

@@ -22,7 +22,7 @@ from sp_bench.run.transport import Message, byte_keys
 
 
 class _Rows(NamedTuple):
-    """What a rank owns or has of its members' chunks, in the order of the members."""
+    """The rows of its members' chunks that a rank owns or has, in the order of the members."""
 
     owned: torch.Tensor
     """The rows of its own chunk that others have, one member behind the other: (rows,)."""
@@ -60,7 +60,7 @@ class Casting(GroupTransfers):
         return pretend
 
     def _stored(self, index: int, op: RowCollective) -> Callable[[Holdings], list[Tensors | None]]:
-        """What stores what a transfer brings, and returns the partials that were sent."""
+        """A function that stores what a transfer brings, and returns the partials that were sent."""
         if isinstance(op, GroupCast):
             brought = list(zip(op.writes, self._incoming(index, op), strict=True))
 
@@ -79,7 +79,7 @@ class Casting(GroupTransfers):
         return put_rows
 
     def _cast(self, op: RowCollective) -> tuple[Callable[[Holdings], None], list[Tensors]]:
-        """What stages the rows of the rank's own chunk for each member, and where."""
+        """A function that stages the rows of the rank's own chunk for each member, and where they lie."""
         here, staged = self._rows[op], self._staging[StagingUse(op.lane, op.tensor, "send")]
         places = self._together(op, staged, here)
 
@@ -92,7 +92,7 @@ class Casting(GroupTransfers):
         return stage, self._split(op, staged, here.of_others)
 
     def _reduced(self, op: RowCollective) -> tuple[Callable[[Holdings], None], list[Tensors]]:
-        """What stages the partials of each member's rows, in the dtype that is sent, and where."""
+        """A function that stages the partials of each member's rows, in the dtype that is sent, and where they lie."""
         here = self._rows[op]
         parts = self._split(op, self._staging[StagingUse(op.lane, op.tensor, "send")], here.held)
 
@@ -104,7 +104,7 @@ class Casting(GroupTransfers):
         return stage, parts
 
     def _incoming(self, index: int, op: RowCollective) -> list[Tensors]:
-        """Where each member's rows arrive."""
+        """The buffers that each member's rows arrive in."""
         here = self._rows[op]
         return self._split(op, self._buffers(index), here.held if isinstance(op, GroupCast) else here.of_others)
 

@@ -21,7 +21,7 @@ from sp_bench.run.transport import Call, Transport, Turn, byte_keys
 
 
 class GroupTransfers:
-    """What the calls of transfers among the members of a group share: one plan on one rank, with its buffers."""
+    """The state that transfers among the members of a group share: one plan on one rank, with its buffers."""
 
     def __init__(
         self,

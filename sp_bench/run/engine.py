@@ -105,7 +105,7 @@ class Engine:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of its times must know of its kernels."""
+        """Notes on its kernels for a reader of its times."""
         of_shares = (self.shares.note,) if self.shares and self.shares.note else ()
         return (*self.kernel.notes, *of_shares, *fold_notes(self._device))
 
@@ -114,7 +114,7 @@ class Engine:
         return self.reading(phase)()
 
     def reading(self, phase: str) -> Callable[[], Spent]:
-        """What tells the time breakdown of the phase's last execution, even after the next one."""
+        """A function that tells the time breakdown of the phase's last execution, even after the next one."""
         return self._executors[phase].reading() if phase in self._executors else self._read[phase]
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ from sp_bench.run.transport import Transport
 
 
 class Action(Enum):
-    """Which operations of a plan an execution performs."""
+    """The operations of a plan that an execution performs."""
 
     EVERYTHING = "everything"
     COMPUTE = "compute_only"
@@ -115,7 +115,7 @@ class Executor:
         return self._last_marks.spent()
 
     def reading(self) -> Callable[[], Spent]:
-        """What tells the time breakdown of the last execution, even after the next one. Synchronize on a GPU first."""
+        """A function that tells the execution's breakdown, even after the next one. Synchronize on a GPU first."""
         return self._last_marks.spent
 
     def close(self) -> None:

@@ -127,7 +127,7 @@ def _agree(store: Any, ranks: Sequence[int], name: str, timeout: timedelta) -> N
 
 
 def _awaited(store: Any, key: str, rank: int, timeout: timedelta) -> str:
-    """What a rank has put under the key. Raises RuntimeError if it doesn't within the timeout."""
+    """The value that a rank has put under the key. Raises RuntimeError if it doesn't within the timeout."""
     try:
         store.wait([key], timeout)
     except RuntimeError as error:
@@ -143,7 +143,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What each rank of the group has, by rank. All must call it."""
+    """The value of each rank of the group, by rank. All must call it."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found

@@ -51,7 +51,7 @@ from sp_bench.run.transport import (
 
 
 class Part(Enum):
-    """What of a lane's traffic a communicator carries."""
+    """The part of a lane's traffic that a communicator carries."""
 
     WHOLE = "all"
     NEAR = "messages inside a node"
@@ -66,7 +66,7 @@ _IN_WORDS = {Part.WHOLE: "", Part.NEAR: " of a node", Part.FAR: ", between nodes
 
 
 class _End(NamedTuple):
-    """Where a rank's messages with a peer go."""
+    """The communicator of a rank's messages with a peer."""
 
     number: int
     """That of the communicator among those of a lane's messages."""
@@ -225,7 +225,7 @@ class NcclTransport(Transport):
         return works
 
     def _find_end(self, lane: int, group: object, peer: int | None) -> _End:
-        """Where messages with a peer go; without one, where the collectives of a group go."""
+        """Find the communicator of messages with a peer; without one, that of a group's collectives."""
         members = self._members(group)
         parts = self._parts(lane, members) if peer is not None else [(lane, members, Part.WHOLE)]
         number = next(i for i, (_, ranks, _) in enumerate(parts) if peer is None or peer in ranks)
@@ -308,7 +308,7 @@ CTA_POLICIES_FROM = {"default": (2, 27), "efficiency": (2, 27), "zero": (2, 28)}
 
 
 def cta_policy_value(policy: str, version: tuple[Any, ...]) -> int:
-    """What stands for a policy in a communicator's config. Raises RequestError if NCCL or torch doesn't have it."""
+    """The value of a policy in a communicator's config. Raises RequestError if NCCL or torch doesn't have it."""
     name = f"NCCL_CTA_POLICY_{policy.upper()}"
     known = vars(dist.ProcessGroupNCCL)
     if version[:2] < CTA_POLICIES_FROM[policy] or name not in known:

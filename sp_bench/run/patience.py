@@ -22,7 +22,7 @@ FIRST_USE = timedelta(minutes=15)
 
 @dataclass
 class _Used:
-    """What has been used of a group."""
+    """The operations of a group that have been used."""
 
     opened: set[Hashable] = field(default_factory=set)
     timeout: timedelta | None = None

@@ -36,7 +36,7 @@ class SharedTransport(OneSidedTransport):
 
 @dataclass(frozen=True)
 class _Host:
-    """What a rank tells its peers."""
+    """The message of a rank to its peers."""
 
     node: str
     pid: int

@@ -30,7 +30,7 @@ VARIABLE = "NCCL_MAX_CTAS"
 
 @dataclass(frozen=True)
 class SmShares:
-    """What a point's lanes and blocks may take of a GPU."""
+    """The shares of a GPU that a point's lanes and blocks may take."""
 
     lane_ctas: int
     """CTAs, of an SM each, that the transfers of one lane take at most."""

@@ -40,7 +40,7 @@ FEW_TASKS = 1_000
 
 @dataclass(frozen=True)
 class Span:
-    """What one stream of a rank did from start to end."""
+    """An operation of one stream of a rank, from start to end in seconds."""
 
     stream: str
     label: str
@@ -114,7 +114,7 @@ class Run:
         return [Span(*names, *times) for names, *times in zip(self._names, begun, ended, strict=True)]
 
     def waits(self, rank: int) -> list[Span]:
-        """What one rank waits for: on each lane what arrives, and as `WAITING` when its blocks wait before it ends."""
+        """The waits of one rank: on each lane what arrives, and as `WAITING` when its blocks wait before it ends."""
         kind, found, idle_from_s = self.graph.quotient.orbit[rank], [], 0.0
         starts, ends = self.graph.by_rank(self.start_s), self.graph.by_rank(self.finish_s)
         for item, (stream, label) in zip(self.graph.items, self._names, strict=True):

@@ -54,7 +54,7 @@ def compiled_run() -> Callable[..., None]:
 
 
 class Graph(NamedTuple):
-    """What the kernel reads. A hop is one link of one flow's path; a path has each link once, and at least one."""
+    """Arrays for the kernel. A hop is one link of one flow's path; a path has each link once, and at least one."""
 
     delay_s: Floats
     flow_bytes: Floats

@@ -141,7 +141,7 @@ def _added(
 
 
 def _latency_s(routes: list, legs: list[tuple[np.ndarray, np.ndarray]], steps: int) -> np.ndarray:
-    """What the steps of a ring add up before its bytes have come, by rank: each step crosses the mean of its hops."""
+    """The latency of a ring's steps before its bytes have come, by rank: each step crosses the mean of its hops."""
     if not routes:
         return np.zeros(0)
     shares = np.array([sent[0] for _, sent in legs])

@@ -1,4 +1,4 @@
-"""What the blocks of a plan cost on each rank: kernel calls, copies of what they read, and folds of their results."""
+"""Costs of the blocks of a plan on each rank: kernel calls, copies of what they read, and folds of their results."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class BlockCosts:
         )
 
     def by_rank(self, index: int, op: Fused | Gathered) -> list[np.ndarray]:
-        """What may differ by rank: [(n,), ...]. That of other blocks follows from their classes."""
+        """Costs that may differ by rank, in seconds: [(n,), ...]. Those of other blocks follow from their classes."""
         everyone = np.arange(self._problem.n)
         return [self.kernels_s(index, op, everyone), self.folds_s(index, op, everyone)]
 
@@ -106,7 +106,7 @@ class BlockCosts:
         return self.class_s + (self.class_s > 0) * folds_s
 
     def _find_fold_s(self, tensor: Tensor, first: bool, summed: bool) -> np.ndarray:
-        """What the fold of a block's result into a chunk costs, by class of block: (classes,)."""
+        """Seconds of the fold of a block's result into a chunk, by class of block: (classes,)."""
         parts = self._problem.blocks.parts(keys=tensor.of_keys)
         fold_s = partial(self._device.fold_s, self._problem, tensor, first=first, summed=summed)
         costs = {part: fold_s(share=part.share, sliced=part.sliced) for part in set(parts)}

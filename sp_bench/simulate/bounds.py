@@ -1,4 +1,4 @@
-"""What no execution of a plan on a cluster can go below: its blocks, the links it loads, the latencies it adds up."""
+"""Lower bounds on the time of a plan on a cluster: its blocks, the links it loads, the latencies it adds up."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def link_bytes(network: Network, traffic: Traffic) -> np.ndarray:
 
 
 def by_link_class(network: Network, link_bytes: np.ndarray) -> dict[str, float]:
-    """What crosses the links of each class, counted where it goes out."""
+    """Bytes that cross the links of each class, counted where they go out."""
     classes = enumerate(network.first_link)
     outward = ((i, name.split()[0]) for i, name in classes if not name.endswith(" in"))
     return {name: float(link_bytes[network.link_class == i].sum()) for i, name in outward}

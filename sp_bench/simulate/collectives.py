@@ -19,7 +19,7 @@ Tasks = list[np.ndarray]
 
 
 class Bytes(NamedTuple):
-    """What each rank sends in a collective."""
+    """Bytes that each rank sends in a collective."""
 
     by_field: Mapping[str, int]
     """To one member."""
@@ -37,7 +37,7 @@ def rows_of(way: Algorithm, group: Group) -> int:
 
 
 def path_to(target: np.ndarray, network: Network, quotient: Quotient, *, capped: bool) -> Path:
-    """What every simulated rank's flow to its `target`, (n,), crosses."""
+    """The path of every simulated rank's flow to its `target`, (n,)."""
     ranks, kinds = quotient.ranks, quotient.orbit
     routes = network.routes(ranks, target[ranks])
     source = np.zeros_like(target)

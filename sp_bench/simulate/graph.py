@@ -79,7 +79,7 @@ class PlanGraph:
 
     @property
     def work_per_s(self) -> float:
-        """What a second is in that field."""
+        """A second in the unit of that field."""
         return CORE_WORK_PER_S if self.work == "flow_bytes" else 1.0
 
     def by_rank(self, of_tasks: np.ndarray) -> np.ndarray:
@@ -249,7 +249,7 @@ class _Builder:
         )
 
     def _work(self, found: Sequence[Segment]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """What each segment takes on each rank that is simulated, in seconds: (q,), and where ranks are nearly alike
+        """Seconds of each segment on each rank that is simulated: (q,), and where ranks are nearly alike
         the most and the least of any rank of its kind.
         """
         indices = [segment.ops for segment in found]
@@ -301,7 +301,7 @@ class _Builder:
         return PipelinedStart(hidden_s, begun)
 
     def _before(self, index: int, op: Transfer, previous: list[np.ndarray], *, early: bool) -> list[np.ndarray]:
-        """What a rank waits for before it begins with a transfer: in launch order, also for its last one's start.
+        """The tasks before a rank begins with a transfer: in launch order, its last one's start is one of them.
 
         A rank that takes no part launches nothing. Staging is taken to be over when the transfer starts.
         """
@@ -317,7 +317,7 @@ class _Builder:
         return before
 
     def _elsewhere(self, index: int) -> list[np.ndarray]:
-        """What an operation waits for on other streams."""
+        """The tasks that an operation waits for on other streams."""
         return self._tasks(self.lowering.waits[index])
 
     def _tasks(self, waits: Waits) -> list[np.ndarray]:
@@ -403,7 +403,7 @@ class _Builder:
         return found
 
     def _path(self, group: Group | Exchange, shift: int) -> Path:
-        """What every simulated rank's message to the rank `shift` ahead in the group crosses."""
+        """The path of every simulated rank's message to the rank `shift` ahead in the group."""
         if (group, shift) not in self.paths:
             target = group.member(np.arange(self.problem.n), shift)
             self.paths[group, shift] = collectives.path_to(target, self.network, self.quotient, capped=True)

@@ -1,4 +1,4 @@
-"""What differs from one block or message to the next by chance, drawn by a seed."""
+"""Noise from one block or message to the next, drawn by a seed."""
 
 from __future__ import annotations
 

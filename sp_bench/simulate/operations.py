@@ -1,4 +1,4 @@
-"""What the operations of a plan cost on each rank's device: blocks, folds, row sums, casts and copies of transfers.
+"""Costs of a plan's operations on each rank's device: blocks, folds, row sums, casts and copies of transfers.
 
 Links are not among it (simulate.graph). The kernel calls of blocks and the folds of their results are those of
 simulate.blocks.
@@ -73,7 +73,7 @@ class OperationCosts:
         """By operation, on which ranks it has something to receive or to fold (plan.demand)."""
 
     def varying(self) -> Iterator[np.ndarray]:
-        """What operations cost that may differ by rank, but for blocks: (n,) each."""
+        """Costs that may differ by rank, but for those of blocks, in seconds: (n,) each."""
         everyone = np.arange(self._problem.n)
         for index, op in self._plan:
             if isinstance(op, Transfer):
@@ -104,14 +104,14 @@ class OperationCosts:
         return moves
 
     def _by_block(self) -> Iterator[np.ndarray]:
-        """What may differ by rank of blocks, many at once: (blocks, n)."""
+        """Costs of blocks that may differ by rank, many at once: (blocks, n)."""
         yield from self._classes.slabs(self._blocks.class_s, self._blocks.alone)
         for index, op in self._plan:
             if isinstance(op, Fused | Gathered):
                 yield np.stack(self._blocks.by_rank(index, op))
 
     def work_s(self, segments: Sequence[Sequence[int]], ranks: np.ndarray) -> Iterator[np.ndarray]:
-        """What each segment's blocks and folds, run one after the other, take on each of some ranks: (ranks,) of each
+        """Seconds of each segment's blocks and folds, one after the other, on each of some ranks: (ranks,) of each
         segment, some segments at once.
 
         A plan has thousands of blocks, of few kinds: what a kind takes is looked up for many blocks at once.
@@ -166,7 +166,7 @@ class OperationCosts:
         return found
 
     def results_s(self) -> float:
-        """What casting the results to the compute dtype takes."""
+        """Seconds of casting the results to the compute dtype."""
         partials = [chunk for chunk in self._plan.ends_with if chunk.tensor.is_partial]
         results = [(chunk.tensor, chunk not in self._lowering.unsummed) for chunk in partials]
         return sum(self._device.cast_s(self._problem, tensor, wire=False, summed=s) for tensor, s in results)
@@ -208,7 +208,7 @@ class OperationCosts:
         return self.wanted[index][op.target(ranks)], self.wanted[index][ranks]
 
     def _elsewhere_s(self, index: int, op: Op, ranks: np.ndarray) -> np.ndarray | float:
-        """What an operation costs that is no block: a fold of what has arrived, or row sums."""
+        """Seconds of an operation that is no block: a fold of what has arrived, or row sums."""
         if isinstance(op, Fold):
             wants = self.wanted[index][ranks] if index in self.wanted else 1.0
             if index not in self._brought:

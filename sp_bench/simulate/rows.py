@@ -17,7 +17,7 @@ below such numbers, so that transfers take their part of the cores before any bl
 
 
 class Path(NamedTuple):
-    """What the simulated ranks' flows cross: (n,) latencies and caps, (n, P) links and how much they load each."""
+    """The paths of the simulated ranks' flows: (n,) latencies and caps, (n, P) links and how much they load each."""
 
     target: np.ndarray
     """(n,) The kind of rank that each sends to."""

@@ -36,7 +36,7 @@ def slowed_by_transfers(graph: PlanGraph, timing: Timing, slowdown: float) -> Ta
 
 
 def _progress(starts: np.ndarray, ends: np.ndarray, speed: float) -> tuple[np.ndarray, np.ndarray]:
-    """What a rank gets done by when, at that speed while any of its transfers is under way: (times, work done)."""
+    """A rank's work done over time, at that speed while any of its transfers is under way: (times, work done)."""
     edges = np.concatenate(([0.0], starts, ends))
     order = np.argsort(edges, kind="stable")
     times = edges[order]

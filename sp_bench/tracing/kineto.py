@@ -43,7 +43,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What one rank's trace says."""
+    """The kernels and copies of one rank's trace."""
 
     rank: int | None
     """None if the trace doesn't say."""

@@ -1,4 +1,4 @@
-"""Where a GPU's time goes in any trace: busy streams, communication beside blocks, and exposed communication.
+"""A GPU's time in any trace: busy streams, communication beside blocks, and exposed communication.
 
 Communication is kernels of NCCL, RCCL and NVSHMEM, and copies between GPUs; compute is all other kernels. Communication
 is exposed where no compute kernel runs, as in HolisticTraceAnalysis. Times are unions: kernels side by side count once.

@@ -29,12 +29,12 @@ Point = tuple[Mapping[str, str], Mapping[str, Any]]
 
 @cache
 def fits() -> tuple[dict[str, Any], ...]:
-    """What was fitted, as in fits.yaml."""
+    """The fits, as in fits.yaml."""
     return tuple(yaml.safe_load(FITS.read_text()))
 
 
 class Simulated(NamedTuple):
-    """What a simulated point takes and sends."""
+    """The time and the bytes sent of a simulated point."""
 
     step_s: float
     kind: Kind

@@ -147,12 +147,12 @@ def pairs(found: pd.DataFrame, column: str = "step_simulated_ms") -> tuple[int, 
 
 
 def backing(found: pd.DataFrame) -> list[Backing]:
-    """What backs simulated records: errors by kind of transfers and of links, without what was fitted to them."""
+    """The rows that back simulated records: errors by kind of transfers and of links, with their fits left out."""
     return _backing(found, "error_left_out", "published")
 
 
 def measured_here() -> list[Backing]:
-    """What backs records on emulated hosts: the points that sp_bench.validate measured on them (docs/results)."""
+    """The rows that back records on emulated hosts: points that sp_bench.validate measured there (docs/results)."""
     import pandas as pd
 
     found = pd.read_csv(MEASURED, keep_default_na=False).query("status == 'ok'")
@@ -162,7 +162,7 @@ def measured_here() -> list[Backing]:
 
 
 def _transfers_of(composer: Composer, row: Mapping[str, Any]) -> str:
-    """What a measured point of sp_bench.validate sends."""
+    """The kind of transfers of a measured point of sp_bench.validate."""
     options = next((line.split()[1:] for line in machine.METHODS if row["method"] in line.split()[0]), [])
     if row["method"] == "mesh":
         options = [f"method.tile=[{row['variant'].replace('x', ',')}]"]

@@ -58,7 +58,7 @@ class AttentionStep:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of its times must know of its kernels."""
+        """Notes on its kernels for a reader of its times."""
         return self._engine.notes
 
     @property
@@ -73,7 +73,7 @@ class AttentionStep:
 
     @property
     def shares(self) -> SmShares | None:
-        """What lanes and blocks take of the GPU; None on a CPU, or for a peer."""
+        """The shares of the GPU that lanes and blocks take; None on a CPU, or for a peer."""
         return self._engine.shares
 
     @property

@@ -51,7 +51,7 @@ class Step(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of its times must know of its kernels."""
+        """Notes on its kernels for a reader of its times."""
         ...
 
     @property
@@ -66,7 +66,7 @@ class Step(Protocol):
 
     @property
     def shares(self) -> SmShares | None:
-        """What lanes and blocks take of the GPU; None on a CPU, or for a peer."""
+        """The shares of the GPU that lanes and blocks take; None on a CPU, or for a peer."""
         ...
 
     @property

@@ -19,7 +19,7 @@ _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_si
 
 
 class Collectives:
-    """What FSDP's collectives on this rank send and take, and whether they are executed at all."""
+    """The bytes and times of FSDP's collectives on this rank, and whether they are executed at all."""
 
     def __init__(self, clock: Clock) -> None:
         """Begin with nothing sent. `clock` is that of the rank's device."""

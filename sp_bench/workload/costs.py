@@ -1,4 +1,4 @@
-"""What a training step computes and holds beside its attention, from its shapes. Imports no torch.
+"""FLOPs and memory of a training step beside its attention, from its shapes. Imports no torch.
 
 Time: matrix products at the device's rate for them or at memory speed, whichever is longer (a roofline); everything
 else at memory speed, each operation once through memory, or at the speed that a calibration has found; a launch for
@@ -39,7 +39,7 @@ class TrainingCosts:
 
     @cached_property
     def share(self) -> Model:
-        """What a GPU has of the model before parameters are split over the ranks."""
+        """The part of the model that a GPU has before parameters are split over the ranks."""
         return self.model.part(self.training.tensor_parallel)
 
     @property
@@ -203,7 +203,7 @@ class TrainingCosts:
         }
 
     def _activation_bytes(self) -> int:
-        """What the backward keeps from the forward (transformer.Recompute)."""
+        """Bytes that the backward keeps from the forward (transformer.Recompute)."""
         problem, model = self.problem, self.share
         q, kv = problem.heads * problem.head_dim, problem.kv_heads * problem.head_dim
         lse = DTYPE_BYTES[problem.accumulate_dtype] * problem.heads / self._element

@@ -97,7 +97,7 @@ class Model(Section, frozen=True, kw_only=True):
         return 2.0 * per_token * problem.batch * problem.seqlen
 
     def part(self, degree: int) -> Model:
-        """What each of `degree` tensor-parallel GPUs has of it (Shoeybi et al. 2019); heads are those of the problem.
+        """The part that each of `degree` tensor-parallel GPUs has (Shoeybi et al. 2019); heads are the problem's.
 
         Raises RequestError if its matrices can't be split.
         """

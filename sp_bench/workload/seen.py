@@ -1,4 +1,4 @@
-"""Which keys the queries at given positions see, as spans of positions: for the exact results of single rows."""
+"""The keys that the queries at given positions see, as spans of positions: for the exact results of single rows."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class States(Protocol):
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """What the optimizer steps, in the network's order."""
+        """The parameters that the optimizer steps, in the network's order."""
         ...
 
     @property
@@ -30,11 +30,11 @@ class States(Protocol):
 
     @property
     def collectives(self) -> Collectives | None:
-        """What gathers parameters and reduces gradients within the phases; None if nothing does."""
+        """The collectives that gather parameters and reduce gradients within the phases; None if there are none."""
         ...
 
     def local(self, x: Tensor) -> Tensor:
-        """What this rank has of a parameter, or of something of its shape."""
+        """This rank's part of a parameter, or of something of its shape."""
         ...
 
     def forget(self) -> None:

@@ -95,7 +95,7 @@ class Train(Workload):
 
     @cached_property
     def share(self) -> Model:
-        """What a GPU has of the model before parameters are split over the ranks."""
+        """The part of the model that a GPU has before parameters are split over the ranks."""
         return self.model.part(self.training.tensor_parallel)
 
     @classmethod
@@ -131,7 +131,7 @@ class Train(Workload):
         )
 
     def costs(self, problem: Problem, device: DeviceCosts, crowding: float = 1.0) -> TrainingCosts:
-        """What a step computes and holds beside its attention, on a GPU of such a device."""
+        """FLOPs and memory of a step beside its attention, on a GPU of such a device."""
         return TrainingCosts(
             model=self.model,
             training=self.training,

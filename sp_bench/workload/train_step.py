@@ -110,7 +110,7 @@ class TrainStep:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of its times must know of its kernels."""
+        """Notes on its kernels for a reader of its times."""
         return self._attention.engine.notes
 
     @property
@@ -125,7 +125,7 @@ class TrainStep:
 
     @property
     def shares(self) -> SmShares | None:
-        """What lanes and blocks take of the GPU; None on a CPU."""
+        """The shares of the GPU that lanes and blocks take; None on a CPU."""
         return self._attention.engine.shares
 
     @property
@@ -261,7 +261,7 @@ class TrainStep:
         return self._arbitrary_tensors
 
     def _reading(self, phase: str) -> Callable[[], dict[str, float]]:
-        """What tells the times of the phase that has just been queued."""
+        """A function that tells the times of the phase that has just been queued."""
         marks = dict(self._marks) | ({"attention": self._attention.marks} if phase in PHASES else {})
         readings, seconds = self._attention.readings, self._clock.seconds
 

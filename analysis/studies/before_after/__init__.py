@@ -1,4 +1,4 @@
-"""What a stranger met in the first hour, as an earlier commit printed it and as this code prints it.
+"""The first hour of a stranger, as an earlier commit printed it and as this code prints it.
 
 before.json is `json.dumps(printed(CHECKOUT, "before"))` on a checkout of COMMIT.
 """

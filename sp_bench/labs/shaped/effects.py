@@ -65,7 +65,7 @@ class ShapedEffects(Effects):
         return found
 
     def _most_bytes_per_s(self, messages: Sequence[Message]) -> np.ndarray | float:
-        """What each message of an all-to-all of the library gets at most of its host's link: (q,), or inf."""
+        """The most of its host's link that each message of a library's all-to-all gets, in bytes/s: (q,), or inf."""
         hosts, leaving = self._hosts, sum(message.inter for message in messages)
         if hosts.all_to_all_share == 1:
             return math.inf

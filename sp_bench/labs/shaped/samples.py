@@ -1,4 +1,4 @@
-"""What is timed between shaped hosts to calibrate them, and the results. Imports no torch."""
+"""Timings between shaped hosts that calibrate them, and the results. Imports no torch."""
 
 from __future__ import annotations
 
