@@ -3,8 +3,8 @@
 Which sequence-parallel attention, at which degrees? Every method is simulated at the degrees that are its fastest, and
 ranked with the interval that two of three measurements like it are in. Methods whose intervals overlap
 that of the fastest are tied: the answer names all of them. What no measurements validate has no interval, and the
-answer says so. Then: why the others can't run, what would change the
-answer, and the settings of frameworks that have the method.
+answer says so. Then: why the others can't run and, when that is known, what would change the answer, and the settings
+of frameworks that have the method.
 
 Keys are those of `python -m sp_bench` (cluster, gpus, seqlen, batch, heads, kv_heads, head_dim, mask, dtype, phase, and
 model, of which one attention is taken), and memory=60GB (what one attention may need on a GPU, in GB or GiB),
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -66,29 +67,20 @@ def _advise(arguments: Sequence[str]) -> int:
     overrides = [argument for argument in arguments if argument.partition("=")[0] not in (*OWN, ALL)]
     memory_bytes = size(given["memory"]) if "memory" in given else None
     asked = flag({"changes": True} | given, "changes")
-    with _progress() as progress, workers() as mapped:
-        task = progress.add_task("")
-        found = answer(
-            Question(overrides),
-            memory_bytes=memory_bytes,
-            mapped=mapped,
-            done=lambda name: progress.update(task, description=name),
-        )
+    console = make_console()
+    with workers() as mapped:
+        with _progress() as done:
+            found = answer(Question(overrides), memory_bytes=memory_bytes, mapped=mapped, done=done)
+        said(console, heading(found))
+        tied = found.tied
+        bold = {i for i, each in enumerate(found.feasible) if each in tied}
+        print_columns(console, ranking(found), () if ALL in arguments else WHERE_THERE_IS_ROOM, bold=bold)
+        said(console, [*backing(found), *reasons(found)])
         varied = []
         if asked:
-            varied = changes(
-                overrides,
-                found,
-                memory_bytes=memory_bytes,
-                mapped=mapped,
-                done=lambda name: progress.update(task, description=f"what would change it: {name}"),
-            )
-    console = make_console()
-    said(console, heading(found))
-    tied = found.tied
-    bold = {i for i, each in enumerate(found.feasible) if each in tied}
-    print_columns(console, ranking(found), () if ALL in arguments else WHERE_THERE_IS_ROOM, bold=bold)
-    said(console, [*backing(found), *reasons(found), *what_changes(found, varied)])
+            with _progress("what would change it: ") as done:
+                varied = changes(overrides, found, memory_bytes=memory_bytes, mapped=mapped, done=done)
+    said(console, what_changes(found, varied))
     for line in how_to(found):  # commands and code: to be copied
         console.print(line, soft_wrap=True)
     if "plots" in given:
@@ -208,10 +200,14 @@ def how_to(found: Answer) -> list[str]:
     return lines
 
 
-def _progress() -> Progress:
+@contextmanager
+def _progress(about: str = "") -> Iterator[Callable[[str], None]]:
+    """Show on a terminal what was simulated last: a function that is called with its name."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(about)
+        yield lambda name: progress.update(task, description=f"{about}{name}")
 
 
 if __name__ == "__main__":
