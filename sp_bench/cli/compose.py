@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from sp_bench.cli.keys import Keys
@@ -97,8 +97,12 @@ class Composer(ExitStack):
         of_hydra = [o for o in parsed if o.key_or_group in self.groups() or o.package]
         # The last choice of a group counts. They are sorted, so that `_composed` knows them in any order.
         chosen = {(o.key_or_group, o.package): str(o.input_line) for o in of_hydra}
+        own = self._method_by_itself(chosen)
         try:
-            config = deepcopy(_composed((*sorted(chosen.values()), *self._search)))
+            config = pickle.loads(_composed((*sorted(chosen.values()), *self._search)))
+            if own:
+                with open_dict(config):
+                    config.method = OmegaConf.load(_file_of(own))
             for override in parsed:
                 if override not in of_hydra:
                     group, _, key = override.key_or_group.partition(".")
@@ -120,6 +124,17 @@ class Composer(ExitStack):
             on_cpus = here and (resolved["device"] == "cpu" or not self._gpus)
             resolved["dtype"] = DTYPE_HERE if on_cpus else DTYPE
         return {str(key): value for key, value in resolved.items()}
+
+    def _method_by_itself(self, chosen: dict[tuple[str, str | None], str]) -> str | None:
+        """Take a method of the suite's out of the chosen groups, and return its name.
+
+        Its file is all of it, as it has no defaults, and no other group depends on it: methods share a config.
+        """
+        name = chosen.get(("method", None), "").partition("=")[2]
+        if not _file_of(name).is_file():
+            return None
+        del chosen["method", None]
+        return name
 
     def baseline(self, config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any] | None:
         """The config of a point's baseline: another method at its defaults, all else the same; None without one."""
@@ -252,10 +267,14 @@ def _or_null(override: Override, config: DictConfig) -> Any:
     return None if value == "none" and (key == "baseline" or OmegaConf.select(config, key) is None) else value
 
 
+def _file_of(method: str) -> Path:
+    return CONF / "method" / f"{method}.yaml"
+
+
 @lru_cache(maxsize=256)
-def _composed(choices: tuple[str, ...]) -> DictConfig:
-    """The config with these choices of groups. Kept, because Hydra takes a tenth of a second."""
-    return compose("config", overrides=list(choices))
+def _composed(choices: tuple[str, ...]) -> bytes:
+    """The config with these choices of groups, pickled. Kept, because Hydra takes a tenth of a second."""
+    return pickle.dumps(compose("config", overrides=list(choices)))
 
 
 @lru_cache(maxsize=1024)
