@@ -18,7 +18,7 @@ from sp_bench.plan.documents import PackBlocks
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}
 """FLOPs per (query, key) pair, head and head_dim element: two matrix products forward, five backward."""
 MOSTLY_FULL = 0.75
-"""Pieces that compute at least this share of the pairs between their queries and keys go by the rates of full blocks."""
+"""Pieces that compute at least this share of the pairs of their queries and keys go by the rates of full blocks."""
 LENGTHS_AN_OCTAVE = 2
 """Documents are taken together whose lengths are in the same half of an octave: their pieces are about as large."""
 MOST_CELLS = 1 << 25
