@@ -222,16 +222,23 @@ class DeviceCosts:
             q_tokens, kv_tokens, pairs = np.array([(len(each.q), len(each.kv), each.pairs) for each in call], float).T
             whole = (q_tokens if phase == "forward" else kv_tokens).sum()
             seconds = float(kernel.pieces_s(mask, q_tokens, kv_tokens, pairs, whole).sum())
-            several_s = max(seconds / kernel.factor(mask), kernel.least_s)
+            longest = (q_tokens if phase == "forward" else kv_tokens).max()
+            several_s = seconds / kernel.factor(mask) + float(kernel.idle_s(len(call), whole, longest))
+            several_s = max(several_s, kernel.least_s)
             total_s += self.launch_s + (several_s if len(call) > 1 else seconds)
         return total_s
 
     def joined_s(self, problem: Problem, phase: str, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Seconds of one call each of a query chunk of a pack, (calls,), with several key chunks, (chunks, calls)."""
+        """Seconds of one call each of a query chunk of a pack, (calls,), with several key chunks, (chunks, calls).
+
+        Where a rank has two pieces of every document, one call has the first ones and one the second ones, as they see
+        other keys if the mask is causal.
+        """
         blocks = problem.blocks
         assert isinstance(blocks, PackBlocks), "blocks of a whole sequence have rates of their own"
-        seconds = joined_s(self._kernel(problem, phase), blocks, queries, keys)
-        return seconds + self.launch_s * (seconds > 0)
+        parts = 2 if len(keys) > 1 and problem.layout.name.startswith("zigzag") else 1
+        seconds = joined_s(self._kernel(problem, phase), blocks, queries, keys, parts)
+        return seconds + parts * self.launch_s * (seconds > 0)
 
     def _pack_s(self, problem: Problem, phase: str, blocks: PackBlocks) -> np.ndarray:
         """A block of many documents is one call of a kernel for variable lengths (cluster.variable)."""

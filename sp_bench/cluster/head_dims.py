@@ -60,6 +60,10 @@ class Padded:
         """As of the kernel's first figures (KernelTable.variable_least_s)."""
         return self.tables[0].variable_least_s
 
+    def idle_blocks_s(self, phase: str, pieces, tokens, longest, batch_heads):
+        """As of the kernel's first figures (KernelTable.idle_blocks_s)."""
+        return self.tables[0].idle_blocks_s(phase, pieces, tokens, longest, batch_heads)
+
     def flops_per_s(
         self, phase: str, mask: str, q_tokens: int, kv_tokens: int, *, batch_heads: int, dtype: str
     ) -> float:

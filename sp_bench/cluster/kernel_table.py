@@ -20,6 +20,7 @@ A device has any number of tables, each for one kernel, head_dim and set of dtyp
         backward_causal: ...
         variable: {forward_full: 0.95, ...}   # of a call for variable lengths, to the rates of its pieces; default: 1
         variable_least_s: {forward: 6.0e-5}   # the shortest call of several pieces; default: 0
+        variable_block_s: {backward: 1.0e-6}  # a multiprocessor's time for a thread block without work; default: 0
 
 Between points a table is linear in log(tokens), or bilinear if it has pairs; outside them it is constant. Rates of
 causal blocks with `causal_order: ascending` are constant as they are given, not in full waves (below). If a table has
@@ -87,6 +88,9 @@ class Rates(Section, frozen=True, kw_only=True):
         default_factory=dict
     )
     variable_least_s: dict[Literal["forward", "backward"], Annotated[Positive, figure(0, 1e-2, "seconds")]] = field(
+        default_factory=dict
+    )
+    variable_block_s: dict[Literal["forward", "backward"], Annotated[Positive, figure(0, 1e-4, "seconds")]] = field(
         default_factory=dict
     )
 
@@ -187,6 +191,9 @@ class KernelTable:
     """The rate of a call for variable lengths over those of its pieces, by `phase_mask`; 1 where it is missing."""
     variable_least_s: Mapping[str, float]
     """Seconds of the shortest call of several pieces, by phase; none where it is missing."""
+    variable_block_s: Mapping[str, float]
+    """Seconds that a multiprocessor takes for a thread block without work, by phase. A grid has as many thread blocks
+    for each piece of a call as for the longest one."""
 
     @classmethod
     def build(cls, name: str, rates: Rates, sms: int | None) -> Self:
@@ -210,6 +217,7 @@ class KernelTable:
             rates={rate: _shape(known) for rate, known in points.items()},
             variable=rates.variable,
             variable_least_s=rates.variable_least_s,
+            variable_block_s=rates.variable_block_s,
         )
 
     def fits(self, problem: Problem) -> bool:
@@ -233,6 +241,20 @@ class KernelTable:
         if self.waves:
             rates = rates * self.waves.fills(name, _outer(phase, q_tokens, kv_tokens), batch_heads)
         return 1e12 * rates * self.dtypes.get(dtype, 1.0)
+
+    def idle_blocks_s(self, phase: str, pieces, tokens, longest, batch_heads):
+        """Seconds that the thread blocks without work take of calls: arrays of one shape.
+
+        A call has so many `pieces` of so many `tokens` together, the longest of which has `longest`, along what is
+        split among thread blocks.
+        """
+        each_s = self.variable_block_s.get(phase, 0.0)
+        if not (each_s and self.waves):
+            return 0.0 * tokens
+        tile = self.waves.tile_tokens
+        grid = pieces * np.ceil(longest / tile)
+        at_work = np.minimum(tokens / tile + pieces / 2, grid)  # the last of a piece is half full, in the mean
+        return each_s * (grid - at_work) * batch_heads / self.waves.sms
 
 
 def _shorter(tokens: np.ndarray, shortest: float, rate: float, best: float) -> np.ndarray:

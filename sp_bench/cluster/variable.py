@@ -33,6 +33,7 @@ class Rated(Protocol):
     @property
     def variable_least_s(self): ...
     def flops_per_s_of(self, phase: str, mask: str, q_tokens, kv_tokens, *, batch_heads, dtype: str): ...
+    def idle_blocks_s(self, phase: str, pieces, tokens, longest, batch_heads): ...
 
 
 class Kernel(NamedTuple):
@@ -58,6 +59,10 @@ class Kernel(NamedTuple):
         """The rate of a call of several pieces over that of its pieces."""
         return self.table.variable.get(f"{self.phase}_{mask}", 1.0)
 
+    def idle_s(self, pieces, tokens, longest):
+        """Seconds of thread blocks without work (KernelTable.idle_blocks_s)."""
+        return self.table.idle_blocks_s(self.phase, pieces, tokens, longest, self.batch_heads)
+
     @property
     def least_s(self) -> float:
         """The shortest call of several pieces."""
@@ -80,12 +85,13 @@ def calls_s(kernel: Kernel, groups: list[Pieces], pairs: np.ndarray) -> np.ndarr
 
     `groups` has the pieces of each call. A call's pairs are its pieces' in proportion to queries x keys.
     """
-    square, whole, count = (np.zeros(pairs.size) for _ in range(3))
+    square, whole, count, longest = (np.zeros(pairs.size) for _ in range(4))
     for group in groups:
         square[group.call] += group.count * group.q_tokens * group.kv_tokens
         outer = group.q_tokens if kernel.phase == "forward" else group.kv_tokens
         whole[group.call] += group.count * outer
         count[group.call] += group.count
+        longest[group.call] = np.maximum(longest[group.call], outer)
     there = square > 0
     share = np.divide(pairs, square, out=np.zeros(pairs.size), where=there)
     alone, several = np.zeros(pairs.size), np.zeros(pairs.size)
@@ -98,6 +104,7 @@ def calls_s(kernel: Kernel, groups: list[Pieces], pairs: np.ndarray) -> np.ndarr
             found = kernel.pieces_s(mask, q, kv, share[call] * number * q * kv, whole[call])
             alone[call] += found
             several[call] += found / kernel.factor(mask)
+    several += kernel.idle_s(count, whole, longest) * (pairs > 0)
     return np.where(count > 1, np.maximum(several, kernel.least_s * (pairs > 0)), alone)
 
 
@@ -118,16 +125,16 @@ def blocks_s(kernel: Kernel, blocks: PackBlocks) -> np.ndarray:
     return found
 
 
-def joined_s(kernel: Kernel, blocks: PackBlocks, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def joined_s(kernel: Kernel, blocks: PackBlocks, queries: np.ndarray, keys: np.ndarray, parts: int = 1) -> np.ndarray:
     """Seconds of one call each of a query chunk with several key chunks, without launches: (calls,).
 
-    queries: (calls,), keys: (key chunks, calls).
+    queries: (calls,), keys: (key chunks, calls). `parts` equal parts of each document's queries have a call each.
     """
     tokens = blocks.tokens_of_documents.astype(float)
     calls = np.arange(queries.size)
     among = np.zeros((blocks.chunks, queries.size))
     np.add.at(among, (keys, calls[None, :]), 1.0)
-    q_tokens, kv_tokens = tokens[:, queries], tokens @ among
+    q_tokens, kv_tokens = tokens[:, queries] / parts, tokens @ among
     pairs = blocks.pairs.reshape(blocks.chunks, -1)[queries[None, :], keys].sum(axis=0).astype(float)
     document, call = np.nonzero((q_tokens > 0) & (kv_tokens > 0) & (pairs > 0))
     at = document, call
@@ -136,7 +143,7 @@ def joined_s(kernel: Kernel, blocks: PackBlocks, queries: np.ndarray, keys: np.n
         Pieces(call[first:last], np.ones(last - first), q_tokens[at][first:last], kv_tokens[at][first:last])
         for first, last in _runs(document)
     ]
-    return calls_s(kernel, groups, pairs)
+    return parts * calls_s(kernel, groups, pairs / parts)
 
 
 def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
