@@ -70,7 +70,7 @@ class Kernel(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The pieces that calls have of some documents: (calls,) each."""
+    """Pieces of calls, alike ones of a call together: (groups,) each."""
 
     call: np.ndarray
     """Which call."""
@@ -80,32 +80,29 @@ class Pieces(NamedTuple):
     kv_tokens: np.ndarray
 
 
-def calls_s(kernel: Kernel, groups: list[Pieces], pairs: np.ndarray) -> np.ndarray:
+def calls_s(kernel: Kernel, pieces: Pieces, pairs: np.ndarray) -> np.ndarray:
     """Seconds of calls with so many (query, key) pairs each, without their launches: (calls,).
 
-    `groups` has the pieces of each call. A call's pairs are its pieces' in proportion to queries x keys.
+    A call's pairs are its pieces' in proportion to queries x keys.
     """
-    square, whole, count, longest = (np.zeros(pairs.size) for _ in range(4))
-    for group in groups:
-        square[group.call] += group.count * group.q_tokens * group.kv_tokens
-        outer = group.q_tokens if kernel.phase == "forward" else group.kv_tokens
-        whole[group.call] += group.count * outer
-        count[group.call] += group.count
-        longest[group.call] = np.maximum(longest[group.call], outer)
-    there = square > 0
-    share = np.divide(pairs, square, out=np.zeros(pairs.size), where=there)
-    alone, several = np.zeros(pairs.size), np.zeros(pairs.size)
-    for group in groups:
-        full = share[group.call] >= MOSTLY_FULL
-        for mask, which in (("full", full), ("causal", ~full)):
-            if not which.any():
-                continue
-            call, number, q, kv = (of[which] for of in group)
-            found = kernel.pieces_s(mask, q, kv, share[call] * number * q * kv, whole[call])
-            alone[call] += found
-            several[call] += found / kernel.factor(mask)
-    several += kernel.idle_s(count, whole, longest) * (pairs > 0)
-    return np.where(count > 1, np.maximum(several, kernel.least_s * (pairs > 0)), alone)
+    call, count, q_tokens, kv_tokens = pieces
+    outer = q_tokens if kernel.phase == "forward" else kv_tokens
+
+    def summed(of_pieces: np.ndarray) -> np.ndarray:
+        return np.bincount(call, of_pieces, pairs.size)
+
+    square, whole, number = (summed(each) for each in (count * q_tokens * kv_tokens, count * outer, count))
+    longest = np.zeros(pairs.size)
+    np.maximum.at(longest, call, outer)
+    share = np.divide(pairs, square, out=np.zeros(pairs.size), where=square > 0)[call]
+    alone, several = np.zeros(call.size), np.zeros(call.size)
+    for mask, which in (("full", share >= MOSTLY_FULL), ("causal", share < MOSTLY_FULL)):
+        q, kv = q_tokens[which], kv_tokens[which]
+        alone[which] = kernel.pieces_s(mask, q, kv, share[which] * count[which] * q * kv, whole[call[which]])
+        several[which] = alone[which] / kernel.factor(mask)
+    idle_s = kernel.idle_s(number, whole, longest)
+    found = np.where(number > 1, np.maximum(summed(several) + idle_s, kernel.least_s), summed(alone))
+    return np.where(pairs > 0, found, 0.0)
 
 
 @lru_cache(maxsize=64)
@@ -121,7 +118,8 @@ def blocks_s(kernel: Kernel, blocks: PackBlocks) -> np.ndarray:
         here = np.flatnonzero((count > 0) & (number >= 0))
         q_tokens, kv_tokens = ((x @ y).ravel()[here] / count[here] for x, y in ((tokens.T, one), (one.T, tokens)))
         groups.append(Pieces(number[here], count[here], q_tokens, kv_tokens))
-    found[there] = calls_s(kernel, groups, blocks.pairs[there].astype(float))
+    pieces = Pieces(*map(np.concatenate, zip(*groups, strict=True)))
+    found[there] = calls_s(kernel, pieces, blocks.pairs[there].astype(float))
     return found
 
 
@@ -138,18 +136,8 @@ def joined_s(kernel: Kernel, blocks: PackBlocks, queries: np.ndarray, keys: np.n
     pairs = blocks.pairs.reshape(blocks.chunks, -1)[queries[None, :], keys].sum(axis=0).astype(float)
     document, call = np.nonzero((q_tokens > 0) & (kv_tokens > 0) & (pairs > 0))
     at = document, call
-    # Unbuffered sums would be slow: pieces of one document are one group.
-    groups = [
-        Pieces(call[first:last], np.ones(last - first), q_tokens[at][first:last], kv_tokens[at][first:last])
-        for first, last in _runs(document)
-    ]
-    return parts * calls_s(kernel, groups, pairs / parts)
-
-
-def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Where each run of equal numbers starts and ends."""
-    edges = np.flatnonzero(np.diff(numbers, prepend=-1, append=-1))
-    yield from zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+    pieces = Pieces(call, np.ones(call.size), q_tokens[at], kv_tokens[at])
+    return parts * calls_s(kernel, pieces, pairs / parts)
 
 
 def _by_length(blocks: PackBlocks, calls: int) -> Iterator[np.ndarray]:

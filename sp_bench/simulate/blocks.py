@@ -125,6 +125,8 @@ class BlockCosts:
 
     def _find_joined_s(self, rows: tuple[int, ...]) -> np.ndarray:
         """Ranks that split a chunk's heads have the same calls: (n,)."""
+        if len(rows) == 1:
+            return self.class_s[self.classes.of[rows[0]]]
         degree = self._problem.layout.head_parallel
         queries, keys = np.divmod(self.classes.of[[*rows], ::degree].astype(np.int64), self._problem.blocks.chunks)
         return np.repeat(self._device.joined_s(self._problem, self._plan.phase, queries[0], keys), degree)
