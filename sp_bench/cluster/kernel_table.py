@@ -216,8 +216,8 @@ class KernelTable:
             waves=waves,
             rates={rate: _shape(known) for rate, known in points.items()},
             variable=rates.variable,
-            variable_least_s=rates.variable_least_s,
-            variable_block_s=rates.variable_block_s,
+            variable_least_s={**rates.variable_least_s},
+            variable_block_s={**rates.variable_block_s},
         )
 
     def fits(self, problem: Problem) -> bool:

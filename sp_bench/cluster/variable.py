@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
+from sp_bench.cluster.head_dims import Padded
+from sp_bench.cluster.kernel_table import KernelTable
 from sp_bench.plan.documents import PackBlocks
 
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}
@@ -25,21 +27,10 @@ MOST_CELLS = 1 << 25
 """Most groups of documents times calls: above it, documents of all lengths are one group."""
 
 
-class Rated(Protocol):
-    """A table of rates (KernelTable, Padded)."""
-
-    @property
-    def variable(self): ...
-    @property
-    def variable_least_s(self): ...
-    def flops_per_s_of(self, phase: str, mask: str, q_tokens, kv_tokens, *, batch_heads, dtype: str): ...
-    def idle_blocks_s(self, phase: str, pieces, tokens, longest, batch_heads): ...
-
-
 class Kernel(NamedTuple):
     """What computes the pieces: a table's kernel in one phase, on blocks of so many heads."""
 
-    table: Rated
+    table: KernelTable | Padded
     phase: str
     batch_heads: int
     head_dim: int
@@ -74,7 +65,8 @@ class Pieces(NamedTuple):
 
     call: np.ndarray
     """Which call."""
-    count: np.ndarray
+    pieces: np.ndarray
+    """How many."""
     q_tokens: np.ndarray
     """Of a piece, in the mean."""
     kv_tokens: np.ndarray

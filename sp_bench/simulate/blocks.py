@@ -184,11 +184,9 @@ class BlockCosts:
 def kernels_s(plan: Plan, problem: Problem, cluster: Cluster) -> np.ndarray:
     """Seconds of all kernel calls of a plan on each rank, at least, without folds: (n,)."""
     costs = BlockCosts(plan, problem, cluster.device, lower(plan, problem, cluster.transport))
-    everyone, joined = np.arange(problem.n), costs.joinable()
-    if joined:  # a lower bound: of the whole plan, they may not be ready together
-        total_s = sum((costs.joined_s(rows, everyone) for rows in joined), np.zeros(problem.n))
-    else:
-        total_s = costs.classes.totals(costs.class_s, costs.alone)
+    everyone, total_s = np.arange(problem.n), costs.classes.totals(costs.class_s, costs.alone)
+    if joined := costs.joinable():  # of the whole plan: they may not be ready together
+        total_s = np.minimum(total_s, sum((costs.joined_s(rows, everyone) for rows in joined), np.zeros(problem.n)))
     for index, op in plan:
         if isinstance(op, Fused | Gathered):
             total_s += costs.kernels_s(index, op, everyone)
