@@ -138,10 +138,13 @@ class Curve:
         return float(np.interp(math.log2(inner), self.log_tokens, self.rates))
 
     def rates_of(self, phase: str, q_tokens: np.ndarray, kv_tokens: np.ndarray) -> np.ndarray:
-        """The rates of many blocks, those that are shorter than the shortest known among them (_shorter)."""
+        """The rates of many blocks; of what is shorter than the shortest known, that one's."""
         inner = kv_tokens if phase == "forward" else q_tokens
-        rates = np.interp(np.log2(inner), self.log_tokens, self.rates)
-        return rates * _shorter(inner, 2 ** self.log_tokens[0], self.rates[0], self.rates.max())
+        return np.interp(np.log2(inner), self.log_tokens, self.rates)
+
+    def shortest(self, phase: str) -> tuple[float, float]:
+        """The shortest known inner loop in tokens, and its rate."""
+        return float(2 ** self.log_tokens[0]), float(self.rates[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,14 +164,16 @@ class Surface:
         return float(np.interp(math.log2(q_tokens), self.log_q, by_q))
 
     def rates_of(self, phase: str, q_tokens: np.ndarray, kv_tokens: np.ndarray) -> np.ndarray:
-        """The rates of many blocks, those that are shorter than the shortest known among them (_shorter)."""
+        """The rates of many blocks; of what is shorter than the shortest known, that one's."""
         i, q = _between(self.log_q, q_tokens)
         j, kv = _between(self.log_kv, kv_tokens)
         low, high = (self.rates[row, j] * (1 - kv) + self.rates[row, j + 1] * kv for row in (i, i + 1))
-        inner, axis = (kv_tokens, 1) if phase == "forward" else (q_tokens, 0)
-        shortest = 2 ** (self.log_kv if axis else self.log_q)[0]
-        slowest = self.rates.take(0, axis=axis).max()
-        return (low * (1 - q) + high * q) * _shorter(inner, shortest, slowest, self.rates.max())
+        return low * (1 - q) + high * q
+
+    def shortest(self, phase: str) -> tuple[float, float]:
+        """The shortest known inner loop in tokens, and its best rate."""
+        log_inner, axis = (self.log_kv, 1) if phase == "forward" else (self.log_q, 0)
+        return float(2 ** log_inner[0]), float(self.rates.take(0, axis=axis).max())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -238,9 +243,27 @@ class KernelTable:
         """FLOP/s of many blocks, each with its batch x heads: arrays of one shape, as is what is returned."""
         name = f"{phase}_{mask}"
         rates = self.rates[name].rates_of(phase, q_tokens, kv_tokens)
+        rates = rates * self._shorter(phase, mask, kv_tokens if phase == "forward" else q_tokens)
         if self.waves:
             rates = rates * self.waves.fills(name, _outer(phase, q_tokens, kv_tokens), batch_heads)
         return 1e12 * rates * self.dtypes.get(dtype, 1.0)
+
+    def _shorter(self, phase: str, mask: str, tokens: np.ndarray) -> np.ndarray:
+        """The rates of blocks over that of the shortest known one: 1, or less of what is shorter.
+
+        A thread block takes as long as its inner loop, and a start and an end, which are worth so many tokens of the
+        loop that the shortest known one has its rate in the place of the best. Of a causal block the loops have half of
+        the tokens in the mean, and half a tile, which the fill counts as work. Kernels on packs of short documents bear
+        it out (analysis/published/kernel_documents.csv).
+        """
+        known = self.rates[f"{phase}_{mask}"]
+        shortest, rate = known.shortest(phase)
+        tile = self.waves.tile_tokens if self.waves else 0
+        inner = np.minimum(tokens, shortest)
+        if mask == "causal":
+            inner, shortest = (inner + tile) / 2, (shortest + tile) / 2
+        ends = shortest * (float(known.rates.max()) / rate - 1)
+        return inner * (shortest + ends) / (shortest * (inner + ends))
 
     def idle_blocks_s(self, phase: str, pieces, tokens, longest, batch_heads):
         """Seconds that the thread blocks without work take of calls: arrays of one shape.
@@ -255,18 +278,6 @@ class KernelTable:
         grid = pieces * np.ceil(longest / tile)
         at_work = np.minimum(tokens / tile + pieces / 2, grid)  # the last of a piece is half full, in the mean
         return each_s * (grid - at_work) * batch_heads / self.waves.sms
-
-
-def _shorter(tokens: np.ndarray, shortest: float, rate: float, best: float) -> np.ndarray:
-    """The rates of blocks over that of the shortest known one: 1, or less of what is shorter.
-
-    A thread block takes as long as its inner loop, and a start and an end, which are worth so many tokens of the loop
-    that the shortest has its `rate` in the place of the `best`. Kernels on packs of short documents bear it out
-    (analysis/published/kernel_documents.csv).
-    """
-    ends = shortest * (best / rate - 1)
-    inner = np.minimum(tokens, shortest)
-    return inner * (shortest + ends) / (shortest * (inner + ends))
 
 
 def _between(points: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
