@@ -59,6 +59,7 @@ class AllGatherKV(Sized, CollectiveMethod):
     colour: ClassVar[str] = "#ece133"
     marker: ClassVar[str] = "P"
     citation: ClassVar[str] = "Llama Team 2024"
+    gathers: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}
 

@@ -29,6 +29,7 @@ class UlyssesAllGather(USP):
     colour: ClassVar[str] = "#6b4c94"
     marker: ClassVar[str] = "d"
     citation: ClassVar[str] = "Llama Team 2024, Fang and Zhao 2024"
+    gathers: ClassVar[bool] = True
 
     def variant(self, n: int) -> str:
         """The Ulysses degree and the ranks of a gather, in words."""

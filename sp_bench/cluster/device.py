@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Annotated, Any, Self
 
 import numpy as np
@@ -15,6 +14,7 @@ from msgspec import Meta
 from sp_bench.cluster.head_dims import Padded, padded
 from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.kernel_table import KernelTable, Rates
+from sp_bench.cluster.variable import FLOPS_PER_PAIR, Kernel, blocks_s, joined_s
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
@@ -24,12 +24,6 @@ from sp_bench.reading import Count, NotNegative, Positive, Section, figure, read
 
 FORMS = ("PCIe", "NVL")
 """Forms of one GPU model, with different clocks and peaks."""
-FLOPS_PER_PAIR = {"forward": 4, "backward": 10}
-"""FLOPs per (query, key) pair, head and head_dim element: two matrix products forward, five backward."""
-
-MOSTLY_FULL = 0.75
-"""A block that computes at least this share of the pairs between its pieces goes by the rates of full blocks."""
-
 
 _TFLOPS = figure(1e-4, 2e4, "TFLOP/s of each GPU, or of each CPU core")
 _MEMORY_RATE = figure(1e8, 5e13, "bytes/s of each GPU's memory, reads plus writes")
@@ -198,7 +192,7 @@ class DeviceCosts:
         """How blocks of many documents are simulated, and how much of the work is below the kernel figures."""
         small = np.minimum(blocks.shapes.q_tokens, blocks.shapes.kv_tokens) < smallest
         share = blocks.pairs[small].sum() / blocks.pairs.sum()
-        note = "a block of several documents is simulated as one kernel call, at the rate of its mean piece"
+        note = "a block of several documents is simulated as one kernel call for variable lengths"
         if not share:
             return note
         below = f"pieces below the smallest of the kernel figures ({smallest} tokens)"
@@ -220,31 +214,40 @@ class DeviceCosts:
         return sum(self._region_s(problem, phase, region) for region in regions)
 
     def pieces_s(self, problem: Problem, phase: str, regions: Iterable[Region]) -> float:
-        """Seconds of regions that kernels for variable lengths take together, as few calls as there can be.
-
-        A call takes as long as its pieces, each at the rate of its size with a device that the others fill too; and
-        longer by what was measured of such calls (KernelTable.variable).
-        """
-        table, batch_heads = self._table(problem), problem.batch * problem.block_heads
-        flops_of_pair, total_s = FLOPS_PER_PAIR[phase] * batch_heads * problem.head_dim, 0.0
+        """Seconds of regions that kernels for variable lengths take together, a call for each kind of them
+        (cluster.variable)."""
+        kernel, total_s = self._kernel(problem, phase), 0.0
         for call in stacks(regions, lambda region: region.kind, shared=True):
             mask = "full" if call[0].kind is RegionKind.FULL else "causal"
-            outer = [len(region.q if phase == "forward" else region.kv) for region in call]
-            whole, seconds = sum(outer), 0.0
-            for region, tokens in zip(call, outer, strict=True):
-                heads = batch_heads * max(1, round(whole / tokens))
-                sizes = (_two_digits(len(region.q)), _two_digits(len(region.kv)), _two_digits(heads))
-                seconds += flops_of_pair * region.pairs / _piece_rate(table, phase, mask, *sizes, problem.dtype)
-            total_s += self.launch_s + seconds / table.variable.get(f"{phase}_{mask}", 1.0)
+            q_tokens, kv_tokens, pairs = np.array([(len(each.q), len(each.kv), each.pairs) for each in call], float).T
+            whole = (q_tokens if phase == "forward" else kv_tokens).sum()
+            seconds = float(kernel.pieces_s(mask, q_tokens, kv_tokens, pairs, whole).sum())
+            longest = (q_tokens if phase == "forward" else kv_tokens).max()
+            several_s = seconds / kernel.factor(mask) + float(kernel.idle_s(len(call), whole, longest))
+            several_s = max(several_s, kernel.least_s)
+            total_s += self.launch_s + (several_s if len(call) > 1 else seconds)
         return total_s
 
+    def joined_s(self, problem: Problem, phase: str, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Seconds of one call each of a query chunk of a pack, (calls,), with several key chunks, (chunks, calls).
+
+        Where a rank has two pieces of every document, one call has the first ones and one the second ones, as they see
+        other keys if the mask is causal.
+        """
+        blocks = problem.blocks
+        assert isinstance(blocks, PackBlocks), "blocks of a whole sequence have rates of their own"
+        parts = 2 if len(keys) > 1 and problem.layout.name.startswith("zigzag") else 1
+        seconds = joined_s(self._kernel(problem, phase), blocks, queries, keys, parts)
+        return seconds + parts * self.launch_s * (seconds > 0)
+
     def _pack_s(self, problem: Problem, phase: str, blocks: PackBlocks) -> np.ndarray:
-        """A block of many documents is one call of a kernel for variable lengths, at the rate of its mean piece."""
-        found, batch_heads = np.zeros(blocks.classes), problem.batch * problem.block_heads
-        there, flops_per_s = _pack_rates(self._table(problem), blocks, phase, batch_heads, problem.dtype)
-        flops = FLOPS_PER_PAIR[phase] * blocks.pairs[there] * batch_heads * problem.head_dim
-        found[there] = self.launch_s + flops / flops_per_s
-        return found
+        """A block of many documents is one call of a kernel for variable lengths (cluster.variable)."""
+        seconds = blocks_s(self._kernel(problem, phase), blocks)
+        return seconds + self.launch_s * (seconds > 0)
+
+    def _kernel(self, problem: Problem, phase: str) -> Kernel:
+        batch_heads = problem.batch * problem.block_heads
+        return Kernel(self._table(problem), phase, batch_heads, problem.head_dim, problem.dtype)
 
     def fold_s(
         self,
@@ -323,45 +326,6 @@ class DeviceCosts:
             dtype=problem.dtype,
         )
         return self.launch_s + FLOPS_PER_PAIR[phase] * pairs * batch_heads * problem.head_dim / flops_per_s
-
-
-@lru_cache(maxsize=64)
-def _pack_rates(
-    table: KernelTable | Padded, blocks: PackBlocks, phase: str, batch_heads: int, dtype: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """The classes of a pack's blocks that have FLOPs, (classes,), and the FLOP/s of each of these."""
-    pieces, q_tokens, kv_tokens = blocks.shapes
-    there = blocks.pairs > 0
-    cut = blocks.pairs < MOSTLY_FULL * pieces * q_tokens * kv_tokens
-    # Few sizes, so that the rate is looked up for each only once.
-    sizes = [each[there] for each in (_rounded(pieces), _rounded(q_tokens), _rounded(kv_tokens), cut)]
-    values, numbers = zip(*(np.unique(each, return_inverse=True) for each in sizes), strict=True)
-    shape = tuple(each.size for each in values)
-    kinds, kind = np.unique(np.ravel_multi_index(numbers, shape), return_inverse=True)
-    rates = []
-    for numbered in zip(*np.unravel_index(kinds, shape), strict=True):
-        count, q, kv, triangles = (int(of[i]) for of, i in zip(values, numbered, strict=True))
-        mask = "causal" if triangles else "full"
-        rates.append(table.flops_per_s(phase, mask, q, kv, batch_heads=count * batch_heads, dtype=dtype))
-    return there, np.array(rates)[kind]
-
-
-@lru_cache(maxsize=1 << 16)
-def _piece_rate(
-    table: KernelTable | Padded, phase: str, mask: str, q_tokens: int, kv_tokens: int, batch_heads: int, dtype: str
-) -> float:
-    return table.flops_per_s(phase, mask, q_tokens, kv_tokens, batch_heads=batch_heads, dtype=dtype)
-
-
-def _two_digits(tokens: int) -> int:
-    """A whole number to about two digits."""
-    return tokens if tokens < 128 else tokens >> (shift := tokens.bit_length() - 7) << shift
-
-
-def _rounded(tokens: np.ndarray) -> np.ndarray:
-    """Whole numbers of tokens, to about two digits."""
-    scale = 2.0 ** np.floor(np.log2(np.maximum(tokens, 64)) - 6)
-    return np.maximum(np.round(np.round(tokens / scale) * scale), 1).astype(int)
 
 
 def same_model(found: str, figures: str) -> bool:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from sp_bench.cluster.kernel_table import KernelTable
 from sp_bench.plan.problem import Problem
@@ -52,6 +55,15 @@ class Padded:
         """As of the kernel's first figures (KernelTable.variable)."""
         return self.tables[0].variable
 
+    @property
+    def variable_least_s(self) -> Mapping[str, float]:
+        """As of the kernel's first figures (KernelTable.variable_least_s)."""
+        return self.tables[0].variable_least_s
+
+    def idle_blocks_s(self, phase: str, pieces, tokens, longest, batch_heads):
+        """As of the kernel's first figures (KernelTable.idle_blocks_s)."""
+        return self.tables[0].idle_blocks_s(phase, pieces, tokens, longest, batch_heads)
+
     def flops_per_s(
         self, phase: str, mask: str, q_tokens: int, kv_tokens: int, *, batch_heads: int, dtype: str
     ) -> float:
@@ -60,6 +72,18 @@ class Padded:
             table.flops_per_s(phase, mask, q_tokens, kv_tokens, batch_heads=batch_heads, dtype=dtype)
             for table in self.tables
         ]
+        return self._padded(rates)
+
+    def flops_per_s_of(self, phase: str, mask: str, q_tokens, kv_tokens, *, batch_heads, dtype: str) -> np.ndarray:
+        """FLOP/s of many blocks (KernelTable.flops_per_s_of), counted without the padding."""
+        return self._padded(
+            [
+                table.flops_per_s_of(phase, mask, q_tokens, kv_tokens, batch_heads=batch_heads, dtype=dtype)
+                for table in self.tables
+            ]
+        )
+
+    def _padded(self, rates: Sequence[Any]) -> Any:
         times = [table.head_dim / rate for table, rate in zip(self.tables, rates, strict=True)]
         low, high = self.tables[0].head_dim, self.tables[-1].head_dim
         share = (self.computed - low) / (high - low) if high > low else 0.0

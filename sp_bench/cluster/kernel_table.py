@@ -19,6 +19,8 @@ A device has any number of tables, each for one kernel, head_dim and set of dtyp
         forward_causal: ...                           # square blocks only
         backward_causal: ...
         variable: {forward_full: 0.95, ...}   # of a call for variable lengths, to the rates of its pieces; default: 1
+        variable_least_s: {forward: 6.0e-5}   # the shortest call of several pieces; default: 0
+        variable_block_s: {backward: 1.0e-6}  # a multiprocessor's time for a thread block without work; default: 0
 
 Between points a table is linear in log(tokens), or bilinear if it has pairs; outside them it is constant. Rates of
 causal blocks with `causal_order: ascending` are constant as they are given, not in full waves (below). If a table has
@@ -85,6 +87,12 @@ class Rates(Section, frozen=True, kw_only=True):
     variable: dict[str, Annotated[Positive, figure(0.05, 5, "times the rates of a call's pieces")]] = field(
         default_factory=dict
     )
+    variable_least_s: dict[Literal["forward", "backward"], Annotated[Positive, figure(0, 1e-2, "seconds")]] = field(
+        default_factory=dict
+    )
+    variable_block_s: dict[Literal["forward", "backward"], Annotated[Positive, figure(0, 1e-4, "seconds")]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         """Raises RequestError for blocks that can't be interpolated: a causal one not square, or a pair missing."""
@@ -129,6 +137,15 @@ class Curve:
         inner = kv_tokens if phase == "forward" else q_tokens
         return float(np.interp(math.log2(inner), self.log_tokens, self.rates))
 
+    def rates_of(self, phase: str, q_tokens: np.ndarray, kv_tokens: np.ndarray) -> np.ndarray:
+        """The rates of many blocks; of what is shorter than the shortest known, that one's."""
+        inner = kv_tokens if phase == "forward" else q_tokens
+        return np.interp(np.log2(inner), self.log_tokens, self.rates)
+
+    def shortest(self, phase: str) -> tuple[float, float]:
+        """The shortest known inner loop in tokens, and its rate."""
+        return float(2 ** self.log_tokens[0]), float(self.rates[0])
+
 
 @dataclass(frozen=True, eq=False)
 class Surface:
@@ -145,6 +162,18 @@ class Surface:
         """The interpolated rate of a block of q_tokens queries and kv_tokens keys."""
         by_q = [np.interp(math.log2(kv_tokens), self.log_kv, row) for row in self.rates]
         return float(np.interp(math.log2(q_tokens), self.log_q, by_q))
+
+    def rates_of(self, phase: str, q_tokens: np.ndarray, kv_tokens: np.ndarray) -> np.ndarray:
+        """The rates of many blocks; of what is shorter than the shortest known, that one's."""
+        i, q = _between(self.log_q, q_tokens)
+        j, kv = _between(self.log_kv, kv_tokens)
+        low, high = (self.rates[row, j] * (1 - kv) + self.rates[row, j + 1] * kv for row in (i, i + 1))
+        return low * (1 - q) + high * q
+
+    def shortest(self, phase: str) -> tuple[float, float]:
+        """The shortest known inner loop in tokens, and its best rate."""
+        log_inner, axis = (self.log_kv, 1) if phase == "forward" else (self.log_q, 0)
+        return float(2 ** log_inner[0]), float(self.rates.take(0, axis=axis).max())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -165,6 +194,11 @@ class KernelTable:
     """TFLOP/s in full waves, by `phase_mask`, such as forward_causal."""
     variable: Mapping[str, float]
     """The rate of a call for variable lengths over those of its pieces, by `phase_mask`; 1 where it is missing."""
+    variable_least_s: Mapping[str, float]
+    """Seconds of the shortest call of several pieces, by phase; none where it is missing."""
+    variable_block_s: Mapping[str, float]
+    """Seconds that a multiprocessor takes for a thread block without work, by phase. A grid has as many thread blocks
+    for each piece of a call as for the longest one."""
 
     @classmethod
     def build(cls, name: str, rates: Rates, sms: int | None) -> Self:
@@ -187,6 +221,8 @@ class KernelTable:
             waves=waves,
             rates={rate: _shape(known) for rate, known in points.items()},
             variable=rates.variable,
+            variable_least_s={**rates.variable_least_s},
+            variable_block_s={**rates.variable_block_s},
         )
 
     def fits(self, problem: Problem) -> bool:
@@ -203,8 +239,55 @@ class KernelTable:
             rate *= self.waves.fill(name, _outer(phase, q_tokens, kv_tokens), batch_heads)
         return 1e12 * rate * self.dtypes.get(dtype, 1.0)
 
+    def flops_per_s_of(self, phase: str, mask: str, q_tokens, kv_tokens, *, batch_heads, dtype: str) -> np.ndarray:
+        """FLOP/s of many blocks, each with its batch x heads: arrays of one shape, as is what is returned."""
+        name = f"{phase}_{mask}"
+        rates = self.rates[name].rates_of(phase, q_tokens, kv_tokens)
+        rates = rates * self._shorter(phase, mask, kv_tokens if phase == "forward" else q_tokens)
+        if self.waves:
+            rates = rates * self.waves.fills(name, _outer(phase, q_tokens, kv_tokens), batch_heads)
+        return 1e12 * rates * self.dtypes.get(dtype, 1.0)
 
-def _outer(phase: str, q_tokens: int, kv_tokens: int) -> int:
+    def _shorter(self, phase: str, mask: str, tokens: np.ndarray) -> np.ndarray:
+        """The rates of blocks over that of the shortest known one: 1, or less of what is shorter.
+
+        A thread block takes as long as its inner loop, and a start and an end, which are worth so many tokens of the
+        loop that the shortest known one has its rate in the place of the best. Of a causal block the loops have half of
+        the tokens in the mean, and half a tile, which the fill counts as work. Kernels on packs of short documents bear
+        it out (analysis/published/kernel_documents.csv).
+        """
+        known = self.rates[f"{phase}_{mask}"]
+        shortest, rate = known.shortest(phase)
+        tile = self.waves.tile_tokens if self.waves else 0
+        inner = np.minimum(tokens, shortest)
+        if mask == "causal":
+            inner, shortest = (inner + tile) / 2, (shortest + tile) / 2
+        ends = shortest * (float(known.rates.max()) / rate - 1)
+        return inner * (shortest + ends) / (shortest * (inner + ends))
+
+    def idle_blocks_s(self, phase: str, pieces, tokens, longest, batch_heads):
+        """Seconds that the thread blocks without work take of calls: arrays of one shape.
+
+        A call has so many `pieces` of so many `tokens` together, the longest of which has `longest`, along what is
+        split among thread blocks.
+        """
+        each_s = self.variable_block_s.get(phase, 0.0)
+        if not (each_s and self.waves):
+            return 0.0 * tokens
+        tile = self.waves.tile_tokens
+        grid = pieces * np.ceil(longest / tile)
+        at_work = np.minimum(tokens / tile + pieces / 2, grid)  # the last of a piece is half full, in the mean
+        return each_s * (grid - at_work) * batch_heads / self.waves.sms
+
+
+def _between(points: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each number of tokens, the last point (a logarithm) below it that has a next one, and the share of the way."""
+    x = np.clip(np.log2(tokens), points[0], points[-1])
+    i = np.clip(np.searchsorted(points, x, side="right") - 1, 0, points.size - 2)
+    return i, (x - points[i]) / (points[i + 1] - points[i])
+
+
+def _outer(phase: str, q_tokens, kv_tokens):
     """The tokens that are split among thread blocks."""
     return q_tokens if phase == "forward" else kv_tokens
 

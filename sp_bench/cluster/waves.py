@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+import numpy as np
+
 CausalOrder = Literal["longest_first", "ascending"]
 ALONE = 0.6
 """The share of a multiprocessor's rate that a thread block gets alone where two fit: between half and all of it. Chosen
@@ -52,6 +54,15 @@ class Waves:
         ascending = phase == "forward"
         taken = _head_by_head(tiles, batch_heads, self.sms, self.per_sm if ascending else 1, ascending)
         return pairs / (taken * longest / tiles)
+
+    def fills(self, rate: str, tokens: np.ndarray, batch_heads: np.ndarray) -> np.ndarray:
+        """The fill of many blocks. Of causal ones in a call with others, thread blocks follow on those of the others,
+        in whatever order."""
+        tiles, longest = np.ceil(tokens / self.tile_tokens), tokens / self.tile_tokens
+        if rate.endswith("full"):
+            return batch_heads * longest / self.sms / np.ceil(batch_heads * tiles / self.sms)
+        pairs = batch_heads * tokens * (tokens + 1) / 2 / self.tile_tokens**2 / self.sms
+        return pairs / np.maximum(longest, batch_heads * tiles * (longest + 1) / 2 / self.sms)
 
 
 def _share(m: int, per_sm: int) -> float:

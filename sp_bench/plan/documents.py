@@ -292,7 +292,7 @@ class PackBlocks(Blocks):
 
     @cached_property
     def shapes(self) -> Shapes:
-        """The mean pieces of each block. A kernel call takes them together; its rate follows from their size."""
+        """The mean pieces of each block. A kernel call takes them together."""
         tokens = self.tokens_of_documents.astype(float)
         there = (tokens > 0).astype(float)
         pieces, q_tokens, kv_tokens = there.T @ there, tokens.T @ there, there.T @ tokens

@@ -96,6 +96,10 @@ class Method(ABC):
     def refuse(self, problem: Problem) -> None:  # noqa: B027  # most methods take any problem
         """Raise RequestError for a problem that the method can't do; the message says what would work."""
 
+    def carried(self, problem: Problem) -> tuple[Method, ...]:
+        """The method in each form of its transfers that its options stand for."""
+        return (self,)
+
     def candidates(self, problem: Problem) -> tuple[Method, ...]:
         """The concrete variants that `auto` options stand for; only this method if no option is auto."""
         self.refuse(problem)
@@ -182,7 +186,18 @@ class CollectiveMethod(Method):
 
     collectives: Literal["auto", "library", "messages"] = "auto"
     """library: NCCL's or gloo's own; messages: point-to-point; auto: the library's, but for gathers and reductions
-    under a pack of documents, where messages leave out what nobody needs. Points on gloo take auto for messages."""
+    under a pack of documents, where messages leave out what nobody needs: a point takes the faster form there
+    (`carried`). Points on gloo take auto for messages."""
+
+    gathers: ClassVar[bool] = False
+    """Whether it has gathers or reductions: auto then stands for both forms under a pack, where it is to be chosen."""
+
+    def carried(self, problem: Problem) -> tuple[Self, ...]:
+        """The method in each form that `collectives` stands for: messages that leave out what nobody needs may be
+        slower than the library's rings over all NICs of a node."""
+        if not self.gathers or self.collectives != "auto" or self.by_library(problem):
+            return (self,)
+        return tuple(replace(self, collectives=form) for form in ("messages", "library"))
 
     def by_library(self, problem: Problem) -> bool:
         """Whether gathers and reductions are the library's."""

@@ -39,8 +39,8 @@ TELLING = 0.03
 """Times that differ by less are not told apart: repetitions of published measurements differ as much."""
 OF_NO_TIME = ("peak_tflops", "memory_bytes")
 """Figures of a device that change no simulated time."""
-OF_GATHERED = "variable"
-"""Figures of a table of rates that change the times of Gathered blocks alone, of which none was measured."""
+OF_PACKS = ("variable", "variable_least_s", "variable_block_s")
+"""Figures of a table of rates that change the times of calls for variable lengths alone, which no backing is of."""
 
 
 class Kind(NamedTuple):
@@ -169,7 +169,7 @@ def figures_of(config: Mapping[str, Any], links: str, kernel: str) -> str:
     names += ("inter", "fabric", "placement") if links == BETWEEN_NODES else ()
     device = {key: value for key, value in section["device"].items() if key not in ("name", *OF_NO_TIME)}
     tables = section["device"]["rates"].items()
-    device["rates"] = {name: {k: v for k, v in table.items() if k != OF_GATHERED} for name, table in tables}
+    device["rates"] = {name: {k: v for k, v in table.items() if k not in OF_PACKS} for name, table in tables}
     return digest({"device": device, "kernel": kernel, **{name: section[name] for name in names}})
 
 

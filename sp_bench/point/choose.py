@@ -12,7 +12,7 @@ from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.documents import Packed
-from sp_bench.plan.method import Method
+from sp_bench.plan.method import CollectiveMethod, Method
 from sp_bench.plan.ops import Fused, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.point.request import Request
@@ -40,7 +40,17 @@ class Choice:
     def variant(self) -> str:
         """The method's variant in a few words, with whether blocks are fused; empty if there is nothing to say."""
         fused = any(isinstance(op, Fused) for plan in self.plans.values() for op in plan.ops)
-        return " ".join(filter(None, (self.method.variant(self.problem.n), FUSED if fused else "")))
+        form = self._form
+        return " ".join(filter(None, (self.method.variant(self.problem.n), form, FUSED if fused else "")))
+
+    @property
+    def _form(self) -> str:
+        """The form of its collectives, where `collectives=auto` stands for two; empty elsewhere."""
+        method = self.method
+        if not isinstance(method, CollectiveMethod) or method.collectives == "auto":
+            return ""
+        both = len(replace(method, collectives="auto").carried(self.problem)) > 1
+        return method.collectives if both else ""
 
     @property
     def exact(self) -> bool:
@@ -111,7 +121,9 @@ def variants(request: Request, methods: Sequence[Method]) -> Sequence[Choice]:
     planned = _sharing(
         _plan(method, problem, request)
         for problem in _dealings(request.method, request.problem)
-        for method in dict.fromkeys(each for one in methods for each in one.candidates(problem))
+        for method in dict.fromkeys(
+            each for one in methods for form in one.carried(problem) for each in form.candidates(problem)
+        )
     )
     return _working(request.method, planned)
 

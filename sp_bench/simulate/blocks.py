@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from functools import cache, partial
 
 import numpy as np
@@ -14,6 +14,7 @@ from sp_bench.lower.joined import copied_bytes
 from sp_bench.plan.block_classes import block_classes
 from sp_bench.plan.casts import seen_by
 from sp_bench.plan.dataflow import dataflow
+from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.ops import Attend, AttendBackward, Block, Chunk, Fused, Gathered, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import rows_in
@@ -30,11 +31,14 @@ class BlockCosts:
         self.classes = block_classes(plan, problem)
         self.class_s = device.block_s(problem, plan.phase)
         """Seconds of the kernel calls of a block, by class: (classes,)."""
+        self.joins = device.implementation.joins_blocks and isinstance(problem.blocks, PackBlocks)
+        """Whether blocks of one query chunk that are ready together are one kernel call for variable lengths."""
         alone = (self.classes.first[index] for index, op in plan if isinstance(op, Attend | AttendBackward))
         self.alone = np.fromiter(alone, np.int64)
         """The rows of blocks that are operations of their own."""
         # A plan has thousands of operations, of few kinds.
         self._fold_s, self._with_folds_s = cache(self._find_fold_s), cache(self._find_with_folds_s)
+        self._joined_s = cache(self._find_joined_s)
         self._gathered_s, self._gathered_folds_s = cache(self._find_gathered_s), cache(self._find_gathered_folds_s)
 
     def kernels_s(self, index: int, op: Block, ranks: np.ndarray) -> np.ndarray:
@@ -56,7 +60,7 @@ class BlockCosts:
 
     def with_folds_s(self, index: int, op: Attend | AttendBackward, merged: Container[Chunk]) -> np.ndarray:
         """Seconds of a block and of folding its results into all chunks but those that are `merged` already, by class
-        of block: (classes,). A class without calls has no folds.
+        of block: (classes,). A class without calls has no folds. Calls that are joined are not among them.
         """
         return self._with_folds_s(
             *[
@@ -65,6 +69,25 @@ class BlockCosts:
                 if c not in merged
             ]
         )
+
+    def joined_s(self, rows: Iterable[int], ranks: np.ndarray) -> np.ndarray:
+        """Seconds of one kernel call each for the blocks in these rows of BlockClasses, all of one query chunk of a
+        rank: (ranks,)."""
+        return self._joined_s(tuple(rows))[ranks]
+
+    def joined_fold_s(self, index: int, op: Attend | AttendBackward) -> float:
+        """Seconds of folding the result of a joined call into the chunk of its queries."""
+        chunk = op.writes[0]
+        starts, summed = self._flow.starts(index, chunk), chunk not in self._lowering.unsummed
+        return float(self._fold_s(chunk.tensor, starts, summed)[0])  # a pack's chunks are whole
+
+    def joinable(self) -> list[tuple[int, ...]]:
+        """Rows of blocks of the whole plan that fold into the same chunks, if blocks are joined at all."""
+        found: dict[Chunk, list[int]] = {}
+        for index, op in self._plan if self.joins else ():
+            if isinstance(op, Attend | AttendBackward):
+                found.setdefault(op.writes[0], []).append(self.classes.first[index])
+        return [*map(tuple, found.values())]
 
     def by_rank(self, index: int, op: Fused | Gathered) -> list[np.ndarray]:
         """Costs that may differ by rank, in seconds: [(n,), ...]. Those of other blocks follow from their classes."""
@@ -100,10 +123,18 @@ class BlockCosts:
             found.append(total_s)
         return np.repeat(found, degree)
 
+    def _find_joined_s(self, rows: tuple[int, ...]) -> np.ndarray:
+        """Ranks that split a chunk's heads have the same calls: (n,)."""
+        if len(rows) == 1:
+            return self.class_s[self.classes.of[rows[0]]]
+        degree = self._problem.layout.head_parallel
+        queries, keys = np.divmod(self.classes.of[[*rows], ::degree].astype(np.int64), self._problem.blocks.chunks)
+        return np.repeat(self._device.joined_s(self._problem, self._plan.phase, queries[0], keys), degree)
+
     def _find_with_folds_s(self, *folds: tuple[Tensor, bool, bool]) -> np.ndarray:
         """Seconds of a block with folds of these (tensor, first, summed), by class: (classes,)."""
         folds_s = sum((self._fold_s(*fold) for fold in folds), np.zeros_like(self.class_s))
-        return self.class_s + (self.class_s > 0) * folds_s
+        return self.class_s * (not self.joins) + (self.class_s > 0) * folds_s
 
     def _find_fold_s(self, tensor: Tensor, first: bool, summed: bool) -> np.ndarray:
         """Seconds of the fold of a block's result into a chunk, by class of block: (classes,)."""
@@ -151,9 +182,11 @@ class BlockCosts:
 
 
 def kernels_s(plan: Plan, problem: Problem, cluster: Cluster) -> np.ndarray:
-    """Seconds of all kernel calls of a plan on each rank, without folds: (n,)."""
+    """Seconds of all kernel calls of a plan on each rank, at least, without folds: (n,)."""
     costs = BlockCosts(plan, problem, cluster.device, lower(plan, problem, cluster.transport))
     everyone, total_s = np.arange(problem.n), costs.classes.totals(costs.class_s, costs.alone)
+    if joined := costs.joinable():  # of the whole plan: they may not be ready together
+        total_s = np.minimum(total_s, sum((costs.joined_s(rows, everyone) for rows in joined), np.zeros(problem.n)))
     for index, op in plan:
         if isinstance(op, Fused | Gathered):
             total_s += costs.kernels_s(index, op, everyone)

@@ -106,6 +106,7 @@ class OperationCosts:
     def _by_block(self) -> Iterator[np.ndarray]:
         """Costs of blocks that may differ by rank, many at once: (blocks, n)."""
         yield from self._classes.slabs(self._blocks.class_s, self._blocks.alone)
+        yield from (self._blocks.joined_s(rows, np.arange(self._problem.n))[None] for rows in self._blocks.joinable())
         for index, op in self._plan:
             if isinstance(op, Fused | Gathered):
                 yield np.stack(self._blocks.by_rank(index, op))
@@ -148,12 +149,18 @@ class OperationCosts:
 
     def _summed(self, segment: Sequence[int], ranks: np.ndarray) -> _Summed:
         found, merged = _Summed(), set[Chunk]()
+        joined: dict[Chunk, list[int]] = {}
+        folds_s: dict[Chunk, float] = {}
         for index in segment:
             op = self._plan.ops[index]
             if isinstance(op, Attend | AttendBackward):
-                found.rows.append(self._classes.first[index])
-                found.tables.append(self._blocks.with_folds_s(index, op, merged))
-                found.counts.append(op.writes[0] not in merged)
+                row, into = self._classes.first[index], op.writes[0]
+                if self._blocks.joins:
+                    joined.setdefault(into, []).append(row)
+                    folds_s.setdefault(into, self._blocks.joined_fold_s(index, op))
+                found.rows.append(row)
+                found.tables.append(self._blocks.with_folds_s(index, op, merged | {*joined}))
+                found.counts.append(into not in merged and into not in joined)
             elif isinstance(op, Block):
                 kernels_s = self._blocks.kernels_s(index, op, ranks)
                 found.rest_s = found.rest_s + kernels_s
@@ -163,6 +170,10 @@ class OperationCosts:
                 found.rest_s = found.rest_s + self._elsewhere_s(index, op, ranks)
             if isinstance(op, Block) and self._device.implementation.joins_blocks:
                 merged |= {*op.writes}
+        for into, rows in joined.items():
+            kernels_s = self._blocks.joined_s(rows, ranks)
+            found.rest_s = found.rest_s + kernels_s + (kernels_s > 0) * folds_s[into]
+            found.calls = found.calls + (kernels_s > 0)
         return found
 
     def results_s(self) -> float:

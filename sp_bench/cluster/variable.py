@@ -1,0 +1,142 @@
+"""Kernel calls for variable lengths: how long one takes that computes many pieces, each of one document.
+
+A call takes as long as its pieces, each at the rate of its size on a device that the others fill too, divided by what
+was measured of such calls (KernelTable.variable), and at least as long as the shortest that was measured
+(KernelTable.variable_least_s). A call of a single piece is one of a plain block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from sp_bench.cluster.head_dims import Padded
+from sp_bench.cluster.kernel_table import KernelTable
+from sp_bench.plan.documents import PackBlocks
+
+FLOPS_PER_PAIR = {"forward": 4, "backward": 10}
+"""FLOPs per (query, key) pair, head and head_dim element: two matrix products forward, five backward."""
+MOSTLY_FULL = 0.75
+"""Pieces that compute at least this share of the pairs of their queries and keys go by the rates of full blocks."""
+LENGTHS_AN_OCTAVE = 2
+"""Documents are taken together whose lengths are in the same half of an octave: their pieces are about as large."""
+MOST_CELLS = 1 << 25
+"""Most groups of documents times calls: above it, documents of all lengths are one group."""
+
+
+class Kernel(NamedTuple):
+    """What computes the pieces: a table's kernel in one phase, on blocks of so many heads."""
+
+    table: KernelTable | Padded
+    phase: str
+    batch_heads: int
+    head_dim: int
+    dtype: str
+
+    def pieces_s(self, mask: str, q_tokens, kv_tokens, pairs, whole) -> np.ndarray:
+        """Seconds of pieces of a call, before what calls for variable lengths take longer: as many as `pairs`.
+
+        `mask` is full or causal, `whole` the queries (backward: keys) of all pieces of the call, which fill the device.
+        """
+        outer = q_tokens if self.phase == "forward" else kv_tokens
+        heads = self.batch_heads * np.maximum(1, np.round(whole / outer))
+        rates = self.table.flops_per_s_of(self.phase, mask, q_tokens, kv_tokens, batch_heads=heads, dtype=self.dtype)
+        return FLOPS_PER_PAIR[self.phase] * self.batch_heads * self.head_dim * pairs / rates
+
+    def factor(self, mask: str) -> float:
+        """The rate of a call of several pieces over that of its pieces."""
+        return self.table.variable.get(f"{self.phase}_{mask}", 1.0)
+
+    def idle_s(self, pieces, tokens, longest):
+        """Seconds of thread blocks without work (KernelTable.idle_blocks_s)."""
+        return self.table.idle_blocks_s(self.phase, pieces, tokens, longest, self.batch_heads)
+
+    @property
+    def least_s(self) -> float:
+        """The shortest call of several pieces."""
+        return self.table.variable_least_s.get(self.phase, 0.0)
+
+
+class Pieces(NamedTuple):
+    """Pieces of calls, alike ones of a call together: (groups,) each."""
+
+    call: np.ndarray
+    """Which call."""
+    pieces: np.ndarray
+    """How many."""
+    q_tokens: np.ndarray
+    """Of a piece, in the mean."""
+    kv_tokens: np.ndarray
+
+
+def calls_s(kernel: Kernel, pieces: Pieces, pairs: np.ndarray) -> np.ndarray:
+    """Seconds of calls with so many (query, key) pairs each, without their launches: (calls,).
+
+    A call's pairs are its pieces' in proportion to queries x keys.
+    """
+    call, count, q_tokens, kv_tokens = pieces
+    outer = q_tokens if kernel.phase == "forward" else kv_tokens
+
+    def summed(of_pieces: np.ndarray) -> np.ndarray:
+        return np.bincount(call, of_pieces, pairs.size)
+
+    square, whole, number = (summed(each) for each in (count * q_tokens * kv_tokens, count * outer, count))
+    longest = np.zeros(pairs.size)
+    np.maximum.at(longest, call, outer)
+    share = np.divide(pairs, square, out=np.zeros(pairs.size), where=square > 0)[call]
+    alone, several = np.zeros(call.size), np.zeros(call.size)
+    for mask, which in (("full", share >= MOSTLY_FULL), ("causal", share < MOSTLY_FULL)):
+        q, kv = q_tokens[which], kv_tokens[which]
+        alone[which] = kernel.pieces_s(mask, q, kv, share[which] * count[which] * q * kv, whole[call[which]])
+        several[which] = alone[which] / kernel.factor(mask)
+    idle_s = kernel.idle_s(number, whole, longest)
+    found = np.where(number > 1, np.maximum(summed(several) + idle_s, kernel.least_s), summed(alone))
+    return np.where(pairs > 0, found, 0.0)
+
+
+@lru_cache(maxsize=64)
+def blocks_s(kernel: Kernel, blocks: PackBlocks) -> np.ndarray:
+    """Seconds of the kernel call of each block of a pack, without launches: (classes,)."""
+    there = np.flatnonzero(blocks.pairs > 0)
+    found, number = np.zeros(blocks.classes), np.full(blocks.classes, -1)
+    number[there] = np.arange(there.size)
+    groups = []
+    for tokens in _by_length(blocks, there.size):
+        one = (tokens > 0).astype(float)
+        count = (one.T @ one).ravel()
+        here = np.flatnonzero((count > 0) & (number >= 0))
+        q_tokens, kv_tokens = ((x @ y).ravel()[here] / count[here] for x, y in ((tokens.T, one), (one.T, tokens)))
+        groups.append(Pieces(number[here], count[here], q_tokens, kv_tokens))
+    pieces = Pieces(*map(np.concatenate, zip(*groups, strict=True)))
+    found[there] = calls_s(kernel, pieces, blocks.pairs[there].astype(float))
+    return found
+
+
+def joined_s(kernel: Kernel, blocks: PackBlocks, queries: np.ndarray, keys: np.ndarray, parts: int = 1) -> np.ndarray:
+    """Seconds of one call each of a query chunk with several key chunks, without launches: (calls,).
+
+    queries: (calls,), keys: (key chunks, calls). `parts` equal parts of each document's queries have a call each.
+    """
+    tokens = blocks.tokens_of_documents.astype(float)
+    calls = np.arange(queries.size)
+    among = np.zeros((blocks.chunks, queries.size))
+    np.add.at(among, (keys, calls[None, :]), 1.0)
+    q_tokens, kv_tokens = tokens[:, queries] / parts, tokens @ among
+    pairs = blocks.pairs.reshape(blocks.chunks, -1)[queries[None, :], keys].sum(axis=0).astype(float)
+    document, call = np.nonzero((q_tokens > 0) & (kv_tokens > 0) & (pairs > 0))
+    at = document, call
+    pieces = Pieces(call, np.ones(call.size), q_tokens[at], kv_tokens[at])
+    return parts * calls_s(kernel, pieces, pairs / parts)
+
+
+def _by_length(blocks: PackBlocks, calls: int) -> Iterator[np.ndarray]:
+    """The tokens of documents in chunks, documents of about the same length at a time: (documents, chunks)."""
+    tokens = blocks.tokens_of_documents.astype(float)
+    length = np.floor(LENGTHS_AN_OCTAVE * np.log2(np.array(blocks.mask.lengths)))
+    if np.unique(length).size * calls > MOST_CELLS:
+        length[:] = 0
+    for each in np.unique(length):
+        yield tokens[length == each]
