@@ -21,7 +21,7 @@ from fractions import Fraction
 from typing import Literal
 
 from sp_bench.methods.mesh import MeshAttention
-from sp_bench.methods.mesh_orders import OrderedMesh
+from sp_bench.methods.mesh_gather import GatheredMesh
 from sp_bench.methods.ulysses import by_heads, by_heads_backward, degrees, settled_degree
 from sp_bench.plan import (
     DKV,
@@ -43,7 +43,7 @@ from sp_bench.plan import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitMesh(OrderedMesh):
+class SplitMesh(GatheredMesh):
     """Mesh-Attention between all-to-alls that split the heads."""
 
     ulysses: Literal["auto"] | int = 1

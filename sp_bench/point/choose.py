@@ -39,7 +39,7 @@ class Choice:
     @property
     def variant(self) -> str:
         """The method's variant in a few words, with whether blocks are fused; empty if there is nothing to say."""
-        fused = any(isinstance(op, Fused) for plan in self.plans.values() for op in plan.ops)
+        fused = self.method.fuse and any(isinstance(op, Fused) for plan in self.plans.values() for op in plan.ops)
         return " ".join(filter(None, (self.method.variant(self.problem.n), FUSED if fused else "")))
 
     @property

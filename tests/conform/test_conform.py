@@ -114,9 +114,11 @@ def test_what_is_not_claimed_is_not_run(worlds: Worlds) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("method", [name for name in REGISTRY if name != "reference"])
-def test_our_own_methods(worlds: Worlds, method: str) -> None:
-    rows = rows_of(named(method), worlds)
+@pytest.mark.parametrize(
+    ("method", "options"), [*((name, {}) for name in REGISTRY if name != "reference"), ("mesh", {"form": "gather"})]
+)
+def test_our_own_methods(worlds: Worlds, method: str, options: dict[str, str]) -> None:
+    rows = rows_of(named(method, **options), worlds)
     assert not failures(rows)
     assert rows[0].status == "holds", "nothing is run"
 

@@ -224,6 +224,7 @@ def test_auto_tile_and_layout(ranks: Ranks) -> None:
 def test_row_sums_in_place_of_o(ranks: Ranks) -> None:
     """In every dtype; rounding of the O that is put back must not show."""
     options = ((), (("ulysses", 2),), (("schedule", "searched"), ("slices", 2)), (("placement", "kv"),))
+    options += ((("form", "gather"), ("placement", "kv")), (("form", "gather"), ("slices", 2)))
     meshes = [Case(n=8 if "ulysses" in dict(each) else 4, method="mesh", tile=(2, 2), options=each) for each in options]
     cases = [*meshes, Case(n=4, method="pass_q"), Case(n=1, method="pass_q"), Case(n=3, method="mesh", tile=(3, 1))]
     summed = [replace(case, options=(*case.options, ("row_sums", True))) for case in cases]
