@@ -1,9 +1,10 @@
 """python -m sp_bench.validate published [out=FOLDER]
 
 Simulates the published measurements of analysis/published (measurements.csv; held_out.csv, which nothing is fitted to;
-second.csv, tiles and larger machines) with the implementation that was measured. Writes FOLDER/published.csv, with the error of each, and what backs a simulated
-record (sp_bench/point/backing.json). Beside each error is the one left out: that of a simulation without what was
-fitted to its source (analysis/published/fits.yaml). `python -m analysis.reproduce study=published` makes the page.
+second.csv, tiles and larger machines) with the implementation that was measured. Writes FOLDER/published.csv, with the
+error of each, and what backs a simulated record (sp_bench/point/backing.json). Beside each error is the one left out:
+that of a simulation without what was fitted to its source (analysis/published/fits.yaml). `python -m
+analysis.reproduce study=published` makes the page.
 
   out=docs/results    the folder
 """
@@ -103,7 +104,8 @@ def overrides(row: Mapping[str, str]) -> list[str]:
     shape = [f"{key}={row[key]}" for key in SHAPE]
     return [
         f"method={row['method']}", *row["variant"].split(), *shape, f"causal={row['causal'].lower()}",
-        f"cluster={cluster_of(row['hardware'])}", f"implementation={implementation_of(row)}", "mode=simulate", "logger=none",
+        f"cluster={cluster_of(row['hardware'])}", f"implementation={implementation_of(row)}", "mode=simulate",
+        "logger=none",
     ]  # fmt: skip
 
 
