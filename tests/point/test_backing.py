@@ -31,7 +31,8 @@ from tests.workload.requests import point
 
 H100 = ("model=none", "workload=attention", "cluster=h100_ndr400", "seqlen=32k", "dtype=bfloat16", "mode=simulate")
 H100 += ("implementation=published",)
-RING = ("KV passed on", "NVLink")
+RING, TILED = ("KV passed on", "NVLink"), "KV passed on and Q and outputs passed on"
+TILES = "cluster=a800 kernel=flash_attn implementation=ultraattn"
 BACKED = (
     ("method=ring gpus=8", RING),
     ("method=ring gpus=8 causal=false", RING),
@@ -40,6 +41,9 @@ BACKED = (
     ("method=usp method.ulysses=2 gpus=8 cluster=a100_hdr200", ("KV passed on and all-to-alls", "NVLink")),
     ("method=ring gpus=8 cluster=l20_pcie", ("KV passed on", "PCIe")),
     ("method=reference gpus=1 seqlen=8k cluster=a100_hdr200", ("no transfers", "NVLink")),
+    (f"method=mesh method.tile=[2,4] gpus=8 {TILES}", (TILED, "NVLink")),
+    (f"method=mesh method.tile=[2,4] method.form=gather gpus=8 {TILES}", (TILED, "NVLink")),
+    (f"method=startrail method.team=2 gpus=16 {TILES}", (TILED, BETWEEN_NODES)),
 )
 """Points of whose kind there are measurements, on their cluster."""
 OURS_BACKED = (
