@@ -35,6 +35,8 @@ from sp_bench.plan import (
     CollectiveMethod,
     CostProfile,
     Fused,
+    Grid,
+    Group,
     Op,
     Problem,
     RequestError,
@@ -145,6 +147,13 @@ class GatheredMesh(OrderedMesh, CollectiveMethod):
         if len(blocks) > 1 and fusible(problem):
             return [Fused(blocks)]  # pyright: ignore[reportArgumentType, reportReturnType]  # all of one phase
         return [*blocks]
+
+    def _groups(self, problem: Problem) -> tuple[Group | Grid, Group | Grid]:
+        found = super()._groups(problem)
+        if not self._gathers:
+            return found
+        q_group, kv_group = (group.as_group if isinstance(group, Grid) else group for group in found)
+        return q_group, kv_group
 
     def _held(self, problem: Problem, tensor: Tensor) -> Tensor:
         """What is gathered of a tensor: its chunks by heads where ranks split them."""

@@ -31,6 +31,7 @@ from sp_bench.plan import (
     ODOQ,
     OUT,
     CostProfile,
+    Grid,
     Group,
     O,
     Plan,
@@ -123,10 +124,10 @@ class SplitMesh(GatheredMesh):
     def _schedules(self, problem: Problem) -> list[tuple[str, int]]:
         return [(schedule, s) for schedule, s in super()._schedules(problem) if 1 in (self.ulysses, s)]
 
-    def _groups(self, problem: Problem) -> tuple[Group, Group]:
+    def _groups(self, problem: Problem) -> tuple[Group | Grid, Group | Grid]:
         u = problem.layout.head_parallel
         q_group, kv_group = super()._groups(problem)
-        return q_group._replace(stride=u * q_group.stride), kv_group._replace(stride=u * kv_group.stride)
+        return q_group.times(u), kv_group.times(u)
 
     def _tile_sizes(self, problem: Problem) -> list[int]:
         return [problem.n // u for u in (_possible(problem) if self.ulysses == "auto" else [self.ulysses])]

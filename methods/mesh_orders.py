@@ -48,7 +48,6 @@ from sp_bench.plan import (
     Steps,
     Tensor,
     divisors,
-    line_of,
 )
 
 SLICES = (1, 2, 4, 8)
@@ -180,7 +179,7 @@ class OrderedMesh(PlacedMesh):
         if math.isinf(costs.block_s(phase)):
             return {x.tensor.by_tokens: 0.0 for x in chunks}, 1.0
         sizes = {x: problem.chunk_bytes(self._sent(x.tensor), wire=True) for x in chunks}
-        hops = {x.tensor.by_tokens: costs.transfer_s(size, line_of(x).group) for x, size in sizes.items()}
+        hops = {x.tensor.by_tokens: costs.transfer_s(size, self._ring(x)) for x, size in sizes.items()}
         return hops, costs.block_s(phase)
 
     def _schedules(self, problem: Problem) -> list[tuple[str, int]]:

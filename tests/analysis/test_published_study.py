@@ -15,9 +15,7 @@ from tests.support.sections import sections_of, table_of, tables_of, words_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "published.csv"
 SEEN = pd.read_csv(PAGE, dtype={"causal": str}, keep_default_na=False)
-GIVEN, HELD_OUT, SECOND = (
-    SEEN[SEEN["set"] == name].reset_index(drop=True) for name in ("given", "held_out", "second")
-)
+GIVEN, HELD_OUT, SECOND = (SEEN[SEEN["set"] == name].reset_index(drop=True) for name in ("given", "held_out", "second"))
 ON_ONE_GPU = [i for i, gpus in enumerate(GIVEN["gpus"]) if gpus == 1]
 ON_PCIE = [i for i, hardware in enumerate(GIVEN["hardware"]) if hardware == "8xL20 PCIe"][-3:]
 HELD = [i for i, gpus in enumerate(HELD_OUT["gpus"]) if gpus == 1]

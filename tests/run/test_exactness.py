@@ -232,6 +232,18 @@ def test_row_sums_in_place_of_o(ranks: Ranks) -> None:
     assert_exact(ranks, [replace(case, layout=layout, dtype=dtype) for layout, (case, dtype) in layouts])
 
 
+def test_nodes_that_are_tiles(ranks: Ranks) -> None:
+    """Rings of two levels, of Q and O or of KV, and gathers of such groups."""
+    shapes = (((4, 2), (2, 1)), ((2, 4), (1, 2)), ((8, 1), (2, 1)))
+    forms = ((), (("form", "gather"),))
+    cases = [
+        Case(n=8, method="mesh", tile=tile, options=(("placement", node), *form), layout=layout, causal=causal)
+        for (tile, node), form in itertools.product(shapes, forms)
+        for layout, causal in (("zigzag", True), ("contiguous", False))
+    ]
+    assert_exact(ranks, cases)
+
+
 @pytest.mark.exhaustive
 def test_degrees_are_chosen_where_heads_are_given(ranks: Ranks) -> None:
     """With as many key heads as heads, half as many, and fewer than ranks that split them."""
