@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sp_bench.methods.mesh import MeshAttention, tiles
-from sp_bench.plan import DOWN, UP, Chunk, Fold, Grid, Group, Pass, Problem, RequestError, Tensor
-from sp_bench.plan.patterns import BACK
+from sp_bench.plan import BACK, DOWN, UP, Chunk, Fold, Grid, Group, Pass, Problem, RequestError, Tensor
 
 NODES = (4, 8, 16)
 """The ranks of a node that placement=node stands for."""

@@ -29,6 +29,7 @@ from sp_bench.plan.ops import (
     outer,
 )
 from sp_bench.plan.patterns import (
+    BACK,
     all_gather,
     divisors,
     line_of,
@@ -42,6 +43,7 @@ from sp_bench.plan.row_sums import send_row_sums, without_o
 from sp_bench.plan.tensors import DKV, DO, DOQ, DQ, KV, ODOQ, OUT, O, Q, Tensor
 
 __all__ = [
+    "BACK",
     "DEALERS",
     "DKV",
     "DO",
