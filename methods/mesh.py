@@ -41,10 +41,12 @@ from sp_bench.plan import (
     Chunk,
     CostProfile,
     Fold,
+    Grid,
     Group,
     Method,
     O,
     Op,
+    Pass,
     Plan,
     Problem,
     Q,
@@ -160,12 +162,12 @@ class MeshAttention(Method):
         for transfer, blocks in moves:
             steps.next()
             if transfer is not None and (own := gathered.get(transfer)):
-                steps.do(receive_next(own, hops[transfer], self._lane(own.tensor)))
+                steps.do(self._receive_next(own, hops[transfer]))
                 hops[transfer] += 1
             elif transfer is not None:
                 own = reduced[transfer]
                 steps.do(*([unfolded.pop(transfer)] if transfer in unfolded else []))
-                hop, unfolded[transfer] = reduce_next(own, hops[transfer], self._lane(own.tensor))
+                hop, unfolded[transfer] = self._reduce_next(own, hops[transfer])
                 steps.do(hop)
                 hops[transfer] += 1
             for each in blocks:
@@ -176,8 +178,7 @@ class MeshAttention(Method):
     def _hiding(self, problem: Problem, costs: CostProfile, phase: str, *chunks: Chunk) -> dict[Tensor, int]:
         """The paper's c_Q, c_KV, ..., by tensor (CostProfile.hiding_blocks)."""
         return {
-            x.tensor.by_tokens: costs.hiding_blocks(problem, self._sent(x.tensor), line_of(x).group, phase)
-            for x in chunks
+            x.tensor.by_tokens: costs.hiding_blocks(problem, self._sent(x.tensor), self._ring(x), phase) for x in chunks
         }
 
     def _chunks(self, problem: Problem, *tensors: Tensor) -> tuple[Chunk, ...]:
@@ -185,7 +186,7 @@ class MeshAttention(Method):
         q_group, kv_group = self._groups(problem)
         return tuple(Chunk(tensor, 0, kv_group if tensor.of_keys else q_group) for tensor in tensors)
 
-    def _groups(self, problem: Problem) -> tuple[Group, Group]:
+    def _groups(self, problem: Problem) -> tuple[Group | Grid, Group | Grid]:
         """(Q group, KV group) of section 3.2."""
         a, b = self.tile_shape(problem.n)
         return Group(stride=1, size=a), Group(stride=a, size=b, way=DOWN)
@@ -203,6 +204,18 @@ class MeshAttention(Method):
     def _tile_kind(self, phase: str) -> type[Tile]:
         """The rules by which a tile's blocks are chosen: the paper's."""
         return Tile
+
+    def _receive_next(self, own: Chunk, have: int) -> Pass:
+        """A hop of a gather: section 3.4."""
+        return receive_next(own, have, self._lane(own.tensor))
+
+    def _reduce_next(self, own: Chunk, sent: int) -> tuple[Pass, Fold]:
+        """A hop of a reduction, and the fold of what it brings: section 3.4."""
+        return reduce_next(own, sent, self._lane(own.tensor))
+
+    def _ring(self, chunk: Chunk) -> Group:
+        """The group whose links a hop of a chunk crosses: its home."""
+        return line_of(chunk).group
 
     def _lane(self, tensor: Tensor) -> str:
         """The lane that a tensor travels on: one for all, as a step has one transfer."""

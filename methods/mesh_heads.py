@@ -21,7 +21,7 @@ from fractions import Fraction
 from typing import Literal
 
 from sp_bench.methods.mesh import MeshAttention
-from sp_bench.methods.mesh_orders import OrderedMesh
+from sp_bench.methods.mesh_gather import GatheredMesh
 from sp_bench.methods.ulysses import by_heads, by_heads_backward, degrees, settled_degree
 from sp_bench.plan import (
     DKV,
@@ -31,6 +31,7 @@ from sp_bench.plan import (
     ODOQ,
     OUT,
     CostProfile,
+    Grid,
     Group,
     O,
     Plan,
@@ -43,7 +44,7 @@ from sp_bench.plan import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitMesh(OrderedMesh):
+class SplitMesh(GatheredMesh):
     """Mesh-Attention between all-to-alls that split the heads."""
 
     ulysses: Literal["auto"] | int = 1
@@ -123,10 +124,10 @@ class SplitMesh(OrderedMesh):
     def _schedules(self, problem: Problem) -> list[tuple[str, int]]:
         return [(schedule, s) for schedule, s in super()._schedules(problem) if 1 in (self.ulysses, s)]
 
-    def _groups(self, problem: Problem) -> tuple[Group, Group]:
+    def _groups(self, problem: Problem) -> tuple[Group | Grid, Group | Grid]:
         u = problem.layout.head_parallel
         q_group, kv_group = super()._groups(problem)
-        return q_group._replace(stride=u * q_group.stride), kv_group._replace(stride=u * kv_group.stride)
+        return q_group.times(u), kv_group.times(u)
 
     def _tile_sizes(self, problem: Problem) -> list[int]:
         return [problem.n // u for u in (_possible(problem) if self.ulysses == "auto" else [self.ulysses])]

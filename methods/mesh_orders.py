@@ -48,7 +48,6 @@ from sp_bench.plan import (
     Steps,
     Tensor,
     divisors,
-    line_of,
 )
 
 SLICES = (1, 2, 4, 8)
@@ -68,7 +67,7 @@ class OrderedMesh(PlacedMesh):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.slices not in (1, "auto") and self.schedule in ("paper", *ORDERS):
+        if self.slices not in (1, "auto") and not self._takes_slices:
             rule = f"schedule={self.schedule} goes through the tile once, with all heads"
             raise RequestError(f"method.slices={self.slices}", rule, "with method.schedule=searched it would work")
 
@@ -180,14 +179,23 @@ class OrderedMesh(PlacedMesh):
         if math.isinf(costs.block_s(phase)):
             return {x.tensor.by_tokens: 0.0 for x in chunks}, 1.0
         sizes = {x: problem.chunk_bytes(self._sent(x.tensor), wire=True) for x in chunks}
-        hops = {x.tensor.by_tokens: costs.transfer_s(size, line_of(x).group) for x, size in sizes.items()}
+        hops = {x.tensor.by_tokens: costs.transfer_s(size, self._ring(x)) for x, size in sizes.items()}
         return hops, costs.block_s(phase)
 
     def _schedules(self, problem: Problem) -> list[tuple[str, int]]:
         """The (schedule, slices) pairs that the options stand for."""
         schedules = ("paper", "searched") if self.schedule == "auto" else (self.schedule,)
-        possible = [s for s in SLICES if problem.kv_heads % s == 0] if self.slices == "auto" else [int(self.slices)]
+        possible = self._possible_slices(problem)
         return [(schedule, s) for schedule in schedules for s in possible if s == 1 or schedule == "searched"]
+
+    def _possible_slices(self, problem: Problem) -> list[int]:
+        """The numbers of slices that the option stands for."""
+        return [s for s in SLICES if problem.kv_heads % s == 0] if self.slices == "auto" else [int(self.slices)]
+
+    @property
+    def _takes_slices(self) -> bool:
+        """Whether the tile can be computed in several slices of the heads."""
+        return self.schedule not in ("paper", *ORDERS)
 
     def _tile_kind(self, phase: str) -> type[Tile]:
         if not self.fuse:

@@ -3,6 +3,7 @@
     the paper's tile and algorithms      mesh.py, mesh_schedule.py
     placement, lanes                     mesh_places.py
     schedule, slices                     mesh_orders.py
+    form, collectives                    mesh_gather.py
     ulysses                              mesh_heads.py
     row_sums                             here: a rewriting of the backward plan (plan.row_sums)
 

@@ -92,7 +92,7 @@ def test_bad_requests(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_simulated_steps_have_their_intervals() -> None:
-    """Ring's transfers were measured over such links, and Mesh's were not, but for tiles of one row."""
+    """Ring's transfers were measured over such links, and Mesh's on A800 alone, but for tiles of one row."""
     shape = ["gpus=8", "seqlen=4k", "heads=4", "cluster=h100_ndr400", "implementation=published"]
     found = {}
     for method in ("ring", "mesh"):
@@ -102,7 +102,8 @@ def test_simulated_steps_have_their_intervals() -> None:
     low, high = (float(end.strip("[],")) for end in found["ring"].split()[4:6])
     (error,) = [row.two_of_three for kind, row in known().items() if kind[2:] == ("KV passed on", "NVLink")]
     assert high / low == pytest.approx((1 + error) / (1 - error), rel=0.02)
-    assert found["mesh"].split("ms ")[1].startswith("(not validated (KV, Q and outputs passed on over NVLink)")
+    why = "measurements of KV, Q and outputs passed on over NVLink are of a800"
+    assert found["mesh"].split("ms ")[1].startswith(f"(not validated ({why}")
     front = text.split("memory against time")[1].splitlines()[2:]
     assert any("not validated" in line for line in front)
     assert all(("not validated" in line) == (line.count("[") == 0) for line in front)

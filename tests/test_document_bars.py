@@ -30,7 +30,7 @@ def test_group_cast_beats_usp_as_measured() -> None:
             assert by["magi_attn-native", phase, gpus] > by["usp", phase, gpus]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_the_table_is_what_is_simulated() -> None:
     chosen = [0, 2, 6, 33]
     found = simulated([bars()[i] for i in chosen])

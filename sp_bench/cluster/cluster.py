@@ -44,6 +44,8 @@ class ClusterSection(Section, frozen=True, kw_only=True):
     """The section of the laboratory (emulation.EmulatedHosts)."""
     launch_order: bool = False
     device: DeviceSection
+    caution: str | None = None
+    """What whoever reads a time simulated with the file must know of its figures; each answer says it."""
     sources: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
@@ -69,6 +71,8 @@ class Cluster:
     stragglers: Stragglers = field(default_factory=Stragglers)
     warnings: tuple[str, ...] = ()
     """Figures that are out of their plausible ranges, each in a sentence with its unit."""
+    caution: str | None = None
+    """What each answer says of the figures."""
     transport_options: TransportOptions = DEFAULT_TRANSPORT
     """What carries transfers, if not the default."""
 
@@ -90,7 +94,12 @@ class Cluster:
             sources=section.sources,
             launch_order=section.launch_order,
             warnings=tuple(warnings),
+            caution=section.caution,
         )
+
+    def notes(self, problem: Problem) -> list[str]:
+        """What is to be said with each simulated time: the file's caution, and what its kernel figures don't cover."""
+        return [*([self.caution] if self.caution else []), *self.device.notes(problem)]
 
     def refuse(self, gpus: int) -> None:
         """Raise RequestError for a number of GPUs that doesn't fill whole nodes or doesn't fit the network."""

@@ -108,7 +108,7 @@ def _placed(group: Group, network: Network) -> _Placed:
     ranks = np.arange(network.gpu.size)
     on_node, nodes, beyond = (np.zeros(ranks.size, int) for _ in range(3))
     beside: list[np.ndarray] = []
-    first = ranks - group.stride * group.digit(ranks)
+    first = group.first(ranks)
     for members in np.lexsort((network.gpu, first)).reshape(-1, group.size):
         _, starts = np.unique(network.node_of(members), return_index=True)
         parts = np.split(members, starts[1:])

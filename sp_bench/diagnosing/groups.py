@@ -29,7 +29,8 @@ class Used(NamedTuple):
         if isinstance(self.group, Exchange):
             return f"lane {self.lane}, pairs of ranks"
         way = "collectives" if self.collective else "messages"
-        return f"lane {self.lane}, {way} of {self.group.size} ranks, each {self.group.stride} from the next"
+        inner = f", {self.group.inner} in a row" if self.group.inner else ""
+        return f"lane {self.lane}, {way} of {self.group.size} ranks, each {self.group.stride} from the next{inner}"
 
 
 def used_groups(n: int) -> list[Used]:

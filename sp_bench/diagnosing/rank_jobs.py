@@ -98,8 +98,8 @@ def message_each_way(used: Used) -> str:
     if used.collective and isinstance(group, Group) and transport.kind.adds:
         into = torch.empty(group.size, 4, device=device)
         transport.collective(turn, Call("all_gather", group, [into], [mine]))
-        found, first = into[:, 0].tolist(), rank - group.stride * int(group.digit(rank))
-        wanted = [float(first + group.stride * place) for place in range(group.size)]
+        found, first = into[:, 0].tolist(), int(group.first(rank))
+        wanted = [float(first + group.offset(place)) for place in range(group.size)]
     else:
         peers = [peer for peer in (int(group.member(rank, shift)) for shift in (1, -1)) if peer != rank]
         into = torch.empty(len(peers), 4, device=device)

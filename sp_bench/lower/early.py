@@ -100,7 +100,7 @@ def _sources(op: Op) -> set[tuple[object, ...]]:
     """A key for the ranks that every rank receives from: equal for two transfers from the same ranks."""
     assert isinstance(op, Transfer)
     return {
-        (group.stride, group.size, group.way * shift % group.size) if isinstance(group, Group) else (group, shift % 2)
+        (group._replace(way=group.way * shift % group.size),) if isinstance(group, Group) else (group, shift % 2)
         for group, shift in peers(op)
     }
 

@@ -4,6 +4,7 @@ from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.casts import members_seen, rows_seen_elsewhere
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.dealers import DEALERS, Dealt
+from sp_bench.plan.fuse import fusible
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.method import OPEN_LAYOUTS, CollectiveMethod, Method, ScheduleTime, Sized
@@ -14,6 +15,7 @@ from sp_bench.plan.ops import (
     Bundle,
     Chunk,
     Fold,
+    Fused,
     Gathered,
     GroupCast,
     GroupReduce,
@@ -27,6 +29,7 @@ from sp_bench.plan.ops import (
     outer,
 )
 from sp_bench.plan.patterns import (
+    BACK,
     all_gather,
     divisors,
     line_of,
@@ -40,6 +43,7 @@ from sp_bench.plan.row_sums import send_row_sums, without_o
 from sp_bench.plan.tensors import DKV, DO, DOQ, DQ, KV, ODOQ, OUT, O, Q, Tensor
 
 __all__ = [
+    "BACK",
     "DEALERS",
     "DKV",
     "DO",
@@ -61,6 +65,7 @@ __all__ = [
     "Dealt",
     "Exchange",
     "Fold",
+    "Fused",
     "Gathered",
     "Grid",
     "Group",
@@ -83,6 +88,7 @@ __all__ = [
     "Tensor",
     "all_gather",
     "divisors",
+    "fusible",
     "inner",
     "line_of",
     "members_seen",

@@ -1,5 +1,7 @@
 """Groups of ranks: ranks that differ in one or two digits, with ranks written in a mixed base.
 
+A group of two digits counts them as one number: all places inside a node, then on to the next node.
+
 Arguments called `rank` may be one rank or a numpy array of ranks.
 """
 
@@ -22,6 +24,14 @@ class Group(NamedTuple):
     way: int = UP
     """UP: position #1 is the next higher digit. DOWN: it is the next lower one. Any other step that has no divisor in
     common with `size` goes round all digits, too: position #1 is `way` digits higher."""
+    inner: int = 0
+    """Where set, only so many members are `stride` apart; the next as many are `jump` from these, and so on: digits are
+    inner digit + inner * outer digit."""
+    jump: int = 0
+
+    def times(self, factor: int) -> Group:
+        """The group with its strides multiplied."""
+        return self._replace(stride=factor * self.stride, jump=factor * self.jump)
 
     def position(self, rank):
         """The position of `rank` within its own group."""
@@ -29,17 +39,31 @@ class Group(NamedTuple):
 
     def digit(self, rank):
         """The digit of `rank`, its position if the group counts UP."""
-        return rank // self.stride % self.size
+        if not self.inner:
+            return rank // self.stride % self.size
+        return rank // self.stride % self.inner + rank // self.jump % (self.size // self.inner) * self.inner
+
+    def offset(self, digit):
+        """How far the member with a digit is from the one with digit 0."""
+        if not self.inner:
+            return digit * self.stride
+        return digit % self.inner * self.stride + digit // self.inner * self.jump
+
+    def first(self, rank):
+        """The member of the group of `rank` with digit 0."""
+        return rank - self.offset(self.digit(rank))
 
     def member(self, rank, shift):
         """The rank that is `shift` positions ahead of `rank` in its group, around the ring."""
         digit = self.digit(rank)
-        return rank + ((digit + self.way * shift) % self.size - digit) * self.stride
+        if not self.inner:
+            return rank + ((digit + self.way * shift) % self.size - digit) * self.stride
+        return rank + self.offset((digit + self.way * shift) % self.size) - self.offset(digit)
 
     @property
     def span(self) -> int:
         """Groups of this kind tile the ranks in aligned runs of `span` ranks."""
-        return self.stride * self.size
+        return self.jump * (self.size // self.inner) if self.inner else self.stride * self.size
 
 
 class Exchange(NamedTuple):
@@ -69,12 +93,27 @@ class Grid(NamedTuple):
     outer: Group
     exchange: Exchange | None = None
     """Where set, positions are counted from the rank's partner in this exchange."""
+    own_last: bool = False
+    """Whether, in all inner rings but the rank's own, its own inner position is the last one and not the first."""
 
     @property
     def size(self) -> int:
         return self.inner.size * self.outer.size
 
+    @property
+    def as_group(self) -> Group:
+        """All its ranks as one group: around the inner ring, then on along the outer one."""
+        return Group(self.inner.stride, self.size, self.inner.way, self.inner.size, self.outer.stride)
+
+    def times(self, factor: int) -> Grid:
+        """The grid with its strides multiplied."""
+        assert self.exchange is None
+        return self._replace(inner=self.inner.times(factor), outer=self.outer.times(factor))
+
     def member(self, rank, shift):
         """The rank shift % inner.size ahead along the inner ring and shift // inner.size ahead along the outer ring."""
         start = rank if self.exchange is None else self.exchange.member(rank, 1)
-        return self.outer.member(self.inner.member(start, shift % self.inner.size), shift // self.inner.size)
+        inward, outward = shift % self.inner.size, shift // self.inner.size
+        if self.own_last and outward:
+            inward += 1
+        return self.outer.member(self.inner.member(start, inward), outward)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sp_bench.plan.ops import AttendBackward, Chunk, Op, Pass, Plan, RowSums
+from sp_bench.plan.ops import AllGather, AttendBackward, Chunk, Fused, Op, Pass, Plan, RowSums
 from sp_bench.plan.tensors import DOQ, ODOQ, Tensor
 
 
@@ -24,10 +24,11 @@ def without_o(tensor: Tensor) -> Tensor:
 
 def send_row_sums(plan: Plan) -> Plan:
     """The plan with DOQ sent in the place of ODOQ; the same plan if it sends none."""
-    hops = [op for op in plan.ops if isinstance(op, Pass) and op.tensor.by_tokens is ODOQ]
+    hops = [op for op in plan.ops if isinstance(op, Pass | AllGather) and op.tensor.by_tokens is ODOQ]
     if not hops:
         return plan
-    own = list(dict.fromkeys(op.send for op in hops if not any(op.send == hop.recv for hop in hops)))
+    received = {chunk for hop in hops for chunk in hop.writes}
+    own = list(dict.fromkeys(chunk for hop in hops for chunk in hop.reads if chunk not in received))
     first = 1 + max((index for index, op in plan if not isinstance(op, Pass) and {*op.writes} & {*own}), default=-1)
     step = plan.steps[first - 1] + 1 if first else 0
     ops: list[Op] = [*plan.ops[:first], *(RowSums((chunk,), _light(chunk)) for chunk in sorted(own, key=_heads))]
@@ -36,13 +37,21 @@ def send_row_sums(plan: Plan) -> Plan:
     for op, number in zip(plan.ops[first:], plan.steps[first:], strict=True):
         if isinstance(op, Pass):
             op = replace(op, send=_light(op.send), recv=_light(op.recv))
-        elif isinstance(op, AttendBackward) and op.odoq not in whole:
-            whole.add(op.odoq)
-            ops.append(RowSums((_light(op.odoq),), op.odoq))
-            steps.append(number + 1)
+        elif isinstance(op, AllGather):
+            op = replace(op, own=_light(op.own))
+        for chunk in _queries(op):
+            if chunk not in whole:
+                whole.add(chunk)
+                ops.append(RowSums((_light(chunk),), chunk))
+                steps.append(number + 1)
         ops.append(op)
         steps.append(number + 1)
     return replace(plan, ops=tuple(ops), steps=tuple(steps))
+
+
+def _queries(op: Op) -> tuple[Chunk, ...]:
+    """The query chunks of blocks."""
+    return op.queries if isinstance(op, Fused) else (op.odoq,) if isinstance(op, AttendBackward) else ()
 
 
 def _light(chunk: Chunk) -> Chunk:

@@ -39,9 +39,8 @@ class Choice:
     @property
     def variant(self) -> str:
         """The method's variant in a few words, with whether blocks are fused; empty if there is nothing to say."""
-        fused = any(isinstance(op, Fused) for plan in self.plans.values() for op in plan.ops)
-        form = self._form
-        return " ".join(filter(None, (self.method.variant(self.problem.n), form, FUSED if fused else "")))
+        fused = self.method.fuse and any(isinstance(op, Fused) for plan in self.plans.values() for op in plan.ops)
+        return " ".join(filter(None, (self.method.variant(self.problem.n), self._form, FUSED if fused else "")))
 
     @property
     def _form(self) -> str:

@@ -65,7 +65,7 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
     """
     choice = choose(request)
     check_all(choice.plans, choice.problem)
-    plans, device = counted(request, choice), request.cluster.device
+    plans = counted(request, choice)
     times_ms = {phase: run.makespan_s * 1e3 for phase, run in choice.runs.items()}
     step_ms = sum(times_ms.values())
     validation = validated(request, choice)
@@ -94,7 +94,7 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
         inside,
         plans.memory,
     )
-    notes = [*request.notes, *device.notes(choice.problem)]
+    notes = [*request.notes, *request.cluster.notes(choice.problem)]
     status = "incorrect" if plans.wrong else "ok"
     return request.record(status, plans.wrong or None, *parts, notes=notes), choice
 

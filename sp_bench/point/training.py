@@ -162,7 +162,7 @@ def simulate_training(request: Request, cluster: Cluster | None = None) -> Recor
     along = [] if not costs.sharded else [WAITED] if request.cluster.cores else [ALONG]
     device = request.cluster.device
     fused = [FUSED] if device.elementwise_bytes_per_s == device.memory_bytes_per_s else []
-    notes = [*request.notes, *device.notes(choice.problem), *fused, *along]
+    notes = [*request.notes, *request.cluster.notes(choice.problem), *fused, *along]
     notes += [TENSOR.format(degree)] * (degree > 1)
     return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *fields, notes=notes)
 

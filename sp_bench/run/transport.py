@@ -382,8 +382,8 @@ def collective_groups(plans: Iterable[Plan]) -> list[tuple[int, Group]]:
 
 def members_of(group: Group, rank: int) -> Members:
     """The ranks of this rank's group, ascending."""
-    first = rank - group.stride * int(group.digit(rank))
-    return tuple(range(first, first + group.span, group.stride))
+    first = int(group.first(rank))
+    return tuple(first + group.offset(digit) for digit in range(group.size))
 
 
 def begin(call: Call, group: dist.ProcessGroup, *, coalesce: bool = False) -> list[Any]:

@@ -1,9 +1,10 @@
 """python -m sp_bench.validate published [out=FOLDER]
 
-Simulates the published measurements of analysis/published (measurements.csv, and held_out.csv, which nothing is fitted
-to) with implementation=published. Writes FOLDER/published.csv, with the error of each, and what backs a simulated
-record (sp_bench/point/backing.json). Beside each error is the one left out: that of a simulation without what was
-fitted to its source (analysis/published/fits.yaml). `python -m analysis.reproduce study=published` makes the page.
+Simulates the published measurements of analysis/published (measurements.csv; held_out.csv, which nothing is fitted to;
+second.csv, tiles and larger machines) with the implementation that was measured. Writes FOLDER/published.csv, with the
+error of each, and what backs a simulated record (sp_bench/point/backing.json). Beside each error is the one left out:
+that of a simulation without what was fitted to its source (analysis/published/fits.yaml). `python -m
+analysis.reproduce study=published` makes the page.
 
   out=docs/results    the folder
 """
@@ -41,6 +42,7 @@ CLUSTERS = {
     "H800": "h800",
     "L20": "l20_pcie",
     "H100": "h100_ndr400",
+    "B200": "b200",
     "4090": "rtx4090_pcie",
 }
 """The cluster of each GPU that the measurements name."""
@@ -66,16 +68,30 @@ def _published(arguments: list[str]) -> int:
     return 0
 
 
+def rows_of(name: str) -> list[dict[str, str]]:
+    """The rows of a file of analysis/published, as its columns."""
+    with (DATA / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
 def measurements() -> list[dict[str, str]]:
     """The published measurements, as the columns of their file."""
-    with (DATA / "measurements.csv").open() as file:
-        return list(csv.DictReader(file))
+    return rows_of("measurements")
 
 
 def held_out() -> list[dict[str, str]]:
     """Published measurements that no figure was fitted to, as the columns of their file."""
-    with (DATA / "held_out.csv").open() as file:
-        return list(csv.DictReader(file))
+    return rows_of("held_out")
+
+
+def second() -> list[dict[str, str]]:
+    """The second set, as the columns of its file: tiles on A800, 16 H100 and B200."""
+    return rows_of("second")
+
+
+def implementation_of(row: Mapping[str, str]) -> str:
+    """Whose code a measurement is of, of conf/implementation."""
+    return row.get("implementation") or "published"
 
 
 def cluster_of(hardware: str) -> str:
@@ -88,15 +104,16 @@ def overrides(row: Mapping[str, str]) -> list[str]:
     shape = [f"{key}={row[key]}" for key in SHAPE]
     return [
         f"method={row['method']}", *row["variant"].split(), *shape, f"causal={row['causal'].lower()}",
-        f"cluster={cluster_of(row['hardware'])}", "implementation=published", "mode=simulate", "logger=none",
+        f"cluster={cluster_of(row['hardware'])}", f"implementation={implementation_of(row)}", "mode=simulate",
+        "logger=none",
     ]  # fmt: skip
 
 
 def both() -> pd.DataFrame:
-    """All published measurements with their simulation; the column `set` is given or held_out."""
+    """All published measurements with their simulation; the column `set` is given, held_out or second."""
     import pandas as pd
 
-    sets = {"given": measurements(), "held_out": held_out()}
+    sets = {"given": measurements(), "held_out": held_out(), "second": second()}
     return pd.concat([simulated(rows).assign(set=name) for name, rows in sets.items()], ignore_index=True)
 
 
@@ -118,6 +135,7 @@ def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
         times_ms = {"simulated": here.step_s * 1e3, "left_out": without.step_s * 1e3}
         measured_ms = float(row["measured_ms"])
         about |= {
+            "implementation": implementation_of(row),
             "cluster": config["cluster"]["name"],
             "transfers": here.kind.transfers,
             "links": here.kind.links,
@@ -147,8 +165,16 @@ def pairs(found: pd.DataFrame, column: str = "step_simulated_ms") -> tuple[int, 
 
 
 def backing(found: pd.DataFrame) -> list[Backing]:
-    """The rows that back simulated records: errors by kind of transfers and of links, with their fits left out."""
-    return _backing(found, "error_left_out", "published")
+    """The rows that back simulated records: errors by kind of transfers and of links, with their fits left out.
+
+    Where several implementations were measured, the one with the most points backs a kind.
+    """
+    rows = [row for name, of in found.groupby("implementation") for row in _backing(of, "error_left_out", str(name))]
+    most: dict[Kind, Backing] = {}
+    for row in rows:
+        if row.kind not in most or row.points > most[row.kind].points:
+            most[row.kind] = row
+    return [most[kind] for kind in sorted(most)]
 
 
 def measured_here() -> list[Backing]:
@@ -190,7 +216,8 @@ def _figures(cluster: str, rows: pd.DataFrame, links: str) -> str | None:
     """figures_of a cluster of the suite's with the kernel that was measured; None for hosts of one machine."""
     if cluster not in conf_files("cluster"):
         return None
-    (kernel,), dtype = rows["kernel"].unique(), rows["dtype"].iloc[0]
+    kernel, dtype = rows["kernel"].iloc[0], rows["dtype"].iloc[0]
+    assert (rows["kernel"] == kernel).all(), f"several kernels were measured on {cluster}"
     return _figures_with(cluster, kernel, dtype, links)
 
 

@@ -16,7 +16,7 @@ COUNTS = {
     "implementation": 6,
     "kernel": 1,
     "logger": 5,
-    "method": 21,
+    "method": 22,
     "model": 6,
     "slurm": 15,
 }

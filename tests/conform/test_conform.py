@@ -115,9 +115,17 @@ def test_what_is_not_claimed_is_not_run(worlds: Worlds) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["mesh", "ulysses", *map(exhaustive, sorted(OTHERS))])
-def test_our_own_methods(worlds: Worlds, method: str) -> None:
-    rows = rows_of(named(method), worlds)
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("ulysses", {}),
+        ("mesh", {}),
+        exhaustive("mesh", {"form": "gather"}),
+        *(exhaustive(name, {}) for name in sorted(OTHERS)),
+    ],
+)
+def test_our_own_methods(worlds: Worlds, method: str, options: dict[str, str]) -> None:
+    rows = rows_of(named(method, **options), worlds)
     assert not failures(rows)
     assert rows[0].status == "holds", "nothing is run"
 

@@ -61,6 +61,7 @@ CHOSEN = (
     f"method=tokenring method.nodes=2 method.layout=zigzag method.trim=false {H100}",
     "method=mesh method.schedule=searched method.slices=2 gpus=8 seqlen=128k cluster=h100_ndr400",
     f"method=mesh method.tile=[4,4] method.lanes=each {H100} kv_heads=8",
+    "method=mesh method.form=gather method.slices=2 gpus=16 seqlen=32k cluster=h100_ndr400 kv_heads=8",
     "method=reference gpus=1 seqlen=16k cluster=h100_ndr400",
     "method=mesh gpus=256 cluster=h100_ndr400",
     "method=ring gpus=256 cluster=h100_ndr400",

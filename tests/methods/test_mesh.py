@@ -290,8 +290,11 @@ def test_which_placement_crosses_less_depends_on_kv_heads() -> None:
         ({"tile": (0, 4)}, r"method.tile=\(0,4\): must be auto or two integers"),
         ({"tile": (2.0, 2)}, r"method.tile=\(2.0,2\): must be auto or two integers"),
         ({"tile": "square"}, "method.tile=square: must be auto or two integers"),
-        ({"placement": "o"}, "method.placement=o: must be q, kv or auto; method.placement=q would work"),
-        ({"placement": 2}, "method.placement=2: must be q, kv or auto"),
+        (
+            {"placement": "o"},
+            "method.placement=o: must be q, kv, node, auto or two integers .*; method.placement=q would work",
+        ),
+        ({"placement": 2}, "method.placement=2: must be q, kv, node, auto or two integers"),
         ({"lanes": "two"}, "method.lanes=two: must be one or each; method.lanes=one would work"),
         ({"layout": "diagonal"}, "method.layout=diagonal: there is no such layout"),
     ],

@@ -32,7 +32,8 @@ from tests.workload.requests import point
 
 H100 = ("model=none", "workload=attention", "cluster=h100_ndr400", "seqlen=32k", "dtype=bfloat16", "mode=simulate")
 H100 += ("implementation=published",)
-RING = ("KV passed on", "NVLink")
+RING, TILED = ("KV passed on", "NVLink"), "KV passed on and Q and outputs passed on"
+TILES = "cluster=a800 kernel=flash_attn implementation=ultraattn"
 BACKED = (
     ("method=ring gpus=8", RING),
     ("method=ring gpus=8 causal=false", RING),
@@ -40,7 +41,11 @@ BACKED = (
     ("method=ulysses gpus=8", ("all-to-alls", "NVLink")),
     ("method=usp method.ulysses=2 gpus=8 cluster=a100_hdr200", ("KV passed on and all-to-alls", "NVLink")),
     ("method=ring gpus=8 cluster=l20_pcie", ("KV passed on", "PCIe")),
+    ("method=ulysses gpus=8 cluster=b200", ("all-to-alls", "NVLink")),
     ("method=reference gpus=1 seqlen=8k cluster=a100_hdr200", ("no transfers", "NVLink")),
+    (f"method=mesh method.tile=[2,4] gpus=8 {TILES}", (TILED, "NVLink")),
+    (f"method=mesh method.tile=[2,4] method.form=gather gpus=8 {TILES}", (TILED, "NVLink")),
+    (f"method=startrail method.team=2 gpus=16 {TILES}", (TILED, BETWEEN_NODES)),
 )
 """Points of whose kind there are measurements, on their cluster."""
 OURS_BACKED = (
@@ -74,7 +79,7 @@ OTHER = (
     "method=ring gpus=8 cluster.intra.bytes_per_s=1.0e+10",
     "method=ring gpus=8 cluster.gpus_per_node=16",
     "method=ring gpus=8 cluster.device.launch_s=1.0e-3",
-    "method=ring gpus=8 cluster=b200",
+    "method=ring gpus=8 cluster=b200 kernel=flash_attn_4",
     "method=ring gpus=8 cluster=h200_ndr400",
     "method=ring gpus=16 cluster=a100_hdr200",
     "method=tokenring gpus=4 cluster=shaped dtype=float32 heads=4 head_dim=64 seqlen=2k",

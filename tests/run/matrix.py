@@ -19,14 +19,16 @@ LARGE = tuple(n for n in SIZES if n > 2)
 
 
 def variants(n: int) -> list[Case]:
-    """Ring, and every tile of mesh in every placement, and searched."""
+    """Ring, and every tile of mesh in every placement, searched, and by gathers."""
     meshes = [Case(n=n, method="mesh", tile=tile) for tile in tiles(n)]
     placed = [replace(case, options=(("placement", "kv"),)) for case in meshes if case.tile and 1 not in case.tile]
     searched = [replace(case, options=(("schedule", "searched"),)) for case in meshes]
     lean = [
         Case(n=n, method="mesh", tile=(2, n // 2), options=(("schedule", order),)) for order in ORDERS if n % 2 == 0
     ]
-    return [Case(n=n, method="ring"), *meshes, *placed, *searched, *lean]
+    gathers = [replace(case, options=(("form", "gather"),)) for case in meshes]
+    gathers += [replace(case, options=(*case.options, ("collectives", "messages"))) for case in gathers[1:2]]
+    return [Case(n=n, method="ring"), *meshes, *placed, *searched, *lean, *gathers]
 
 
 def others(n: int) -> list[Case]:
@@ -77,9 +79,11 @@ def everything(n: int) -> list[Case]:
     """
     cases = grouped([*variants(n), *others(n)])
     sliced = (("schedule", "searched"), ("slices", 2))
+    by_gathers = (("form", "gather"), ("slices", 2))
     for kv_heads in key_heads(HEADS):
         if kv_heads % 2 == 0:
             cases += [Case(n=n, method="mesh", tile=tile, kv_heads=kv_heads, options=sliced) for tile in tiles(n)]
+            cases += [Case(n=n, method="mesh", tile=tiles(n)[-1], kv_heads=kv_heads, options=by_gathers)]
         problem = Case(n=n, method="ring", kv_heads=kv_heads).problem
         cases += [
             Case(n=n, method="tasp", kv_heads=kv_heads, options=(("inner", m.size), ("rings", m.rings)))

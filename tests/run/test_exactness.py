@@ -224,11 +224,24 @@ def test_auto_tile_and_layout(ranks: Ranks) -> None:
 def test_row_sums_in_place_of_o(ranks: Ranks) -> None:
     """In every dtype; rounding of the O that is put back must not show."""
     options = ((), (("ulysses", 2),), (("schedule", "searched"), ("slices", 2)), (("placement", "kv"),))
+    options += ((("form", "gather"), ("placement", "kv")), (("form", "gather"), ("slices", 2)))
     meshes = [Case(n=8 if "ulysses" in dict(each) else 4, method="mesh", tile=(2, 2), options=each) for each in options]
     cases = [*meshes, Case(n=4, method="pass_q"), Case(n=1, method="pass_q"), Case(n=3, method="mesh", tile=(3, 1))]
     summed = [replace(case, options=(*case.options, ("row_sums", True))) for case in cases]
     layouts = zip(itertools.cycle(LAYOUTS), itertools.product(summed, DTYPES), strict=False)
     assert_exact(ranks, [replace(case, layout=layout, dtype=dtype) for layout, (case, dtype) in layouts])
+
+
+def test_nodes_that_are_tiles(ranks: Ranks) -> None:
+    """Rings of two levels, of Q and O or of KV, and gathers of such groups."""
+    shapes = (((4, 2), (2, 1)), ((2, 4), (1, 2)), ((8, 1), (2, 1)))
+    forms = ((), (("form", "gather"),))
+    cases = [
+        Case(n=8, method="mesh", tile=tile, options=(("placement", node), *form), layout=layout, causal=causal)
+        for (tile, node), form in itertools.product(shapes, forms)
+        for layout, causal in (("zigzag", True), ("contiguous", False))
+    ]
+    assert_exact(ranks, cases)
 
 
 @pytest.mark.long

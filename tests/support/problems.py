@@ -75,7 +75,9 @@ def _options(name: str, problem: Problem) -> list[dict[str, object]]:
             heads += [{"ulysses": u} for u in _degrees(problem)[1:]]
             even = problem.n <= FEW and problem.n % 2 == 0
             lean = [{"schedule": order, "tile": (2, problem.n // 2)} for order in ORDERS] if even else []
-            found = [{"placement": "auto"}, {"schedule": "searched"}, *sliced, *heads, *lean]
+            gathers = [{"form": "gather"}, {"form": "gather", "collectives": "messages"}]
+            gathers += [{**sliced[0], "schedule": "paper", "form": "gather"}] if sliced else []
+            found = [{"placement": "auto"}, {"schedule": "searched"}, *sliced, *heads, *lean, *gathers]
             return found if problem.n <= MANY else [{}]
         case "upipe":
             return [{"stages": "auto"}, {"overlap": False}]

@@ -27,7 +27,15 @@ def test_parameters_are_those_of_the_module(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("llama_1b", 1.24), ("llama_3b", 3.43), ("llama_7b", 6.74), ("llama3_8b", 8.03), ("dit_xl", 0.67)],
+    [
+        ("llama_1b", 1.24),
+        ("llama_3b", 3.43),
+        ("llama_7b", 6.74),
+        ("llama3_8b", 8.03),
+        ("qwen3_8b", 8.19),
+        ("llama3_70b", 70.6),
+        ("dit_xl", 0.67),
+    ],
 )
 def test_published_sizes(name: str, billions: float) -> None:
     """Llama 7B: 6.7B (table 2 of its paper). Llama 3 8B: 8.03B. DiT-XL: 675M (table 1 of its paper)."""

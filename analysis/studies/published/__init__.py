@@ -25,11 +25,20 @@ from sp_bench.cli.compose import Composer
 from sp_bench.plan.method import PHASES
 from sp_bench.point.backing import TELLING
 from sp_bench.validate.left_out import LeftOut, fits, is_fitted, simulation
-from sp_bench.validate.published import held_out, measurements, overrides, pairs, point_name
+from sp_bench.validate.published import held_out, measurements, overrides, pairs, point_name, second
 
-FILES: Mapping[str, Callable[[], list[dict[str, str]]]] = {"measurements": measurements, "held_out": held_out}
-"""The measurements by their file's name: those that some figures were fitted to, and those that nothing was."""
-WORDS = {"measurements": "some figures were fitted to", "held_out": "nothing was fitted to"}
+FILES: Mapping[str, Callable[[], list[dict[str, str]]]] = {
+    "measurements": measurements,
+    "held_out": held_out,
+    "second": second,
+}
+"""The measurements by their file's name: those that some figures were fitted to, those that nothing was, and the second
+set: tiles, and larger machines."""
+WORDS = {
+    "measurements": "some figures were fitted to",
+    "held_out": "nothing was fitted to",
+    "second": "are of the second set",
+}
 LEFT_OUT = source("published.left-out")
 UNEXPLAINED = 0.1
 """Methods of a source with a larger error are listed."""
@@ -94,10 +103,12 @@ def errors(runs: Runs) -> Section:
     found = compared(runs)
     by = {"source": lambda one: short_source(one.row["source"])}
     by |= {name: lambda one, name=name: one.kind[name] for name in ("links", "transfers")}
+    by["hardware"] = lambda one: one.row["hardware"]
     tables = {
         f"{file}_{name}": [[group, *_spread(ones)] for group, ones in _grouped(_of(found, file), key).items()]
         for file in FILES
         for name, key in by.items()
+        if name != "hardware" or file == "second"
     }
     values = {"links": ", ".join(sorted({one.kind["links"] for one in found})), "columns": ERRORS}
     return section(
@@ -131,7 +142,7 @@ def _ninth(numbers: Sequence[Number]) -> Number:
 
 
 def _picture(found: Sequence[Compared]) -> Figure:
-    canvas, axes = new_figure(2, height=3.6, sharex=True, sharey=True)
+    canvas, axes = new_figure(len(FILES), height=3.6, sharex=True, sharey=True)
     names = methods_in_order(one.row["method"] for one in found)
     for axis, (file, words) in zip(axes[0], WORDS.items(), strict=True):
         here = _of(found, file)
@@ -157,9 +168,10 @@ def order(runs: Runs) -> Section:
         totals[file] = [*_ordered(ones), pairs(_frame(ones))[2]]
         for hardware, group in _grouped(ones, lambda one: one.row["hardware"]).items():
             rows.append([words, hardware, *_ordered(group)])
-    (count, alike, left, wrong), (held, held_alike, *_) = totals.values()
+    (count, alike, left, wrong), (held, held_alike, *_), (more, more_alike, *_) = totals.values()
     times = [f"{pair}, {n} times" if n > 1 else pair for pair, n in Counter(wrong).items()]
     values = {"count": count, "alike": alike, "left": left, "held": held, "held_alike": held_alike}
+    values |= {"second": more, "second_alike": more_alike}
     return section("published.order", telling=TELLING, **values, wrong="; ".join(times) or "none", rows=rows)
 
 

@@ -1,0 +1,186 @@
+"""Mesh-Attention by gathers: a rank has all chunks of its tile before it computes, and computes it as one block.
+
+Source: Attention2D (arXiv 2503.15758), which TensorRT-LLM has; the tiles of UltraAttn (SC'25) work so. Q is gathered in
+the Q group and KV in the KV group; the tile is one block; partial outputs are merged by their lse where their queries
+are (ReduceScatter). Backward gathers OdOQ and KV, and reduces dQ and dKV.
+
+`form=gather` has fewer and larger transfers and kernel calls than `form=ring`, and the same volume. Within a tile no
+transfer hides behind a block, so that it suits short sequences. With `slices` the tile is computed once per slice of
+the heads: gathering a slice, and reducing another, hide behind the block of a third.
+
+The block is one operation where the mask leaves rectangles (plan.fuse.fusible): one kernel call of a full mask, few of
+a causal one in zigzag order. Otherwise, as with stripes, it is a * b kernel calls one after the other.
+
+Volume sent by each GPU: that of mesh.py. Where n doesn't divide N, the library's collectives pad chunks to the longest.
+Peak memory, in chunks as in mesh.py: all of the tile at once, 3a + 2k b forward and 6a + 6k b backward, of up to three
+slices.
+
+Refuses a schedule other than the paper's with form=gather, as there is nothing to order, and collectives=library with
+form=ring, whose transfers are messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal, TypeVar
+
+from sp_bench.methods.mesh import MeshAttention
+from sp_bench.methods.mesh_orders import OrderedMesh
+from sp_bench.plan import (
+    Attend,
+    AttendBackward,
+    Chunk,
+    CollectiveMethod,
+    CostProfile,
+    Fused,
+    Grid,
+    Group,
+    Op,
+    Problem,
+    RequestError,
+    ScheduleTime,
+    Steps,
+    Tensor,
+    all_gather,
+    fusible,
+    reduce_scatter,
+)
+
+Single = TypeVar("Single", Attend, AttendBackward)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatheredMesh(OrderedMesh, CollectiveMethod):
+    """Mesh-Attention with rings, or with gathers."""
+
+    form: Literal["ring", "gather", "auto"] = "ring"
+    """ring: chunks go round, as in the paper; gather: they are gathered and the tile is one block; auto: both."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.form == "gather" and self.schedule not in ("paper", "auto"):
+            rule = "form=gather has one block, and nothing to order"
+            raise RequestError(f"method.schedule={self.schedule}", rule, "with method.form=ring it would work")
+        if self.form == "ring" and self.collectives == "library":
+            rule = "form=ring sends messages from rank to rank"
+            raise RequestError("method.collectives=library", rule, "with method.form=gather it would work")
+
+    def candidates(self, problem: Problem) -> tuple[MeshAttention, ...]:
+        """Each of those with rings, and each tile and placement by gathers, in each number of slices."""
+        self.refuse(problem)
+        found = [super(GatheredMesh, one).candidates(problem) for one in self._forms()]
+        return tuple(mesh for of_form in found for mesh in of_form)
+
+    def leaner(self) -> tuple[OrderedMesh, ...]:
+        """The orders of mesh_lean.py, which have rings."""
+        library = self.collectives == "library"
+        rings = replace(self, form="ring", slices=1, collectives="auto" if library else self.collectives)
+        return super(GatheredMesh, rings).leaner()
+
+    def variant(self, n: int) -> str:
+        """The tile and its form, in words."""
+        return super().variant(n) + (" by gathers" if self._gathers else "")
+
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
+        """As many chunks with either form; the library's are as long as the longest."""
+        sent = super().chunks_sent(problem, phase)
+        if not self._gathers:
+            return sent
+        return {tensor: count * self.padding(problem, self._held(problem, tensor)) for tensor, count in sent.items()}
+
+    def schedule_time(self, problem: Problem, phase: str, costs: CostProfile) -> ScheduleTime | None:
+        """That of the rings' steps; None by gathers, which have no steps to order."""
+        return None if self._gathers else super().schedule_time(problem, phase, costs)
+
+    def _attend(self, steps: Steps, problem: Problem, costs: CostProfile, q: Chunk, kv: Chunk, o: Chunk) -> None:
+        if not self._gathers:
+            super()._attend(steps, problem, costs, q, kv, o)
+            return
+
+        def blocks(i: int, u: int, v: int) -> Attend:
+            return Attend(q.slice(i).at(u), kv.slice(i).at(v), o.slice(i).at(u))
+
+        self._add_gathers(steps, problem, (q, kv), (o,), blocks)
+
+    def _attend_backward(
+        self, steps: Steps, problem: Problem, costs: CostProfile, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk
+    ) -> None:
+        if not self._gathers:
+            super()._attend_backward(steps, problem, costs, odoq, kv, dq, dkv)
+            return
+
+        def blocks(i: int, u: int, v: int) -> AttendBackward:
+            rows, columns = (odoq.slice(i).at(u), dq.slice(i).at(u)), (kv.slice(i).at(v), dkv.slice(i).at(v))
+            return AttendBackward(rows[0], columns[0], rows[1], columns[1])
+
+        self._add_gathers(steps, problem, (odoq, kv), (dq, dkv), blocks)
+
+    def _add_gathers(
+        self,
+        steps: Steps,
+        problem: Problem,
+        gathered: Sequence[Chunk],
+        reduced: Sequence[Chunk],
+        block: Callable[[int, int, int], Single],
+    ) -> None:
+        """Step i gathers slice i, computes slice i - 1 and reduces slice i - 2."""
+        slices, library = problem.head_slices, self.by_library(problem)
+        for i in range(slices + 2):
+            steps.next()
+            for chunk in gathered if i < slices else ():
+                steps.do(*all_gather(chunk.slice(i), self._lane(chunk.tensor), library=library))
+            behind = [
+                reduce_scatter(chunk.slice(i - 2), self._lane(chunk.tensor), library=library)
+                for chunk in (reduced if i >= 2 else ())
+            ]
+            steps.do(*(op for ops in behind for op in ops[:1]))
+            if 1 <= i <= slices:
+                steps.do(*self._tile(problem, i - 1, block))
+            steps.do(*(op for ops in behind for op in ops[1:]))
+
+    def _tile(self, problem: Problem, i: int, block: Callable[[int, int, int], Single]) -> list[Op]:
+        """The tile of slice i as one operation, or block by block where the mask doesn't allow it."""
+        a, b = self.tile_shape(problem.n)
+        blocks = tuple(block(i, u, v) for u in range(a) for v in range(b))
+        if len(blocks) > 1 and fusible(problem):
+            return [Fused(blocks)]  # pyright: ignore[reportArgumentType, reportReturnType]  # all of one phase
+        return [*blocks]
+
+    def _groups(self, problem: Problem) -> tuple[Group | Grid, Group | Grid]:
+        found = super()._groups(problem)
+        if not self._gathers:
+            return found
+        q_group, kv_group = (group.as_group if isinstance(group, Grid) else group for group in found)
+        return q_group, kv_group
+
+    def _held(self, problem: Problem, tensor: Tensor) -> Tensor:
+        """What is gathered of a tensor: its chunks by heads where ranks split them."""
+        return tensor.by_heads if problem.layout.head_parallel > 1 else tensor
+
+    def _forms(self) -> list[GatheredMesh]:
+        """The forms that the options stand for. What only one of them has decides for it."""
+        if self.form != "auto":
+            return [self]
+        found = []
+        for form in ("ring", "gather"):
+            try:
+                found.append(replace(self, form=form))
+            except RequestError:
+                continue
+        return found
+
+    def _schedules(self, problem: Problem) -> list[tuple[str, int]]:
+        if not self._gathers:
+            return super()._schedules(problem)
+        return [("paper", s) for s in self._possible_slices(problem)]
+
+    @property
+    def _gathers(self) -> bool:
+        assert self.form != "auto", "a caller picks one of the candidates first"
+        return self.form == "gather"
+
+    @property
+    def _takes_slices(self) -> bool:
+        return self.form != "ring" or super()._takes_slices
