@@ -156,7 +156,7 @@ class GatheredMesh(OrderedMesh, CollectiveMethod):
         return q_group, kv_group
 
     def _held(self, problem: Problem, tensor: Tensor) -> Tensor:
-        """What is gathered of a tensor: its chunks by heads where ranks split them."""
+        """The chunks of a tensor that are gathered: its chunks by heads where ranks split them."""
         return tensor.by_heads if problem.layout.head_parallel > 1 else tensor
 
     def _forms(self) -> list[GatheredMesh]:

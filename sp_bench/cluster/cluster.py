@@ -98,7 +98,7 @@ class Cluster:
         )
 
     def notes(self, problem: Problem) -> list[str]:
-        """What is to be said with each simulated time: the file's caution, and what its kernel figures don't cover."""
+        """Notes for each simulated time: the file's caution, and what its kernel figures don't cover."""
         return [*([self.caution] if self.caution else []), *self.device.notes(problem)]
 
     def refuse(self, gpus: int) -> None:

@@ -281,7 +281,7 @@ class KernelTable:
 
 
 def _between(points: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each number of tokens, the last point (a logarithm) below it that has a next one, and the share of the way."""
+    """The last point (a logarithm) below each number of tokens that has a next one, and the share of the way to it."""
     x = np.clip(np.log2(tokens), points[0], points[-1])
     i = np.clip(np.searchsorted(points, x, side="right") - 1, 0, points.size - 2)
     return i, (x - points[i]) / (points[i + 1] - points[i])

@@ -28,7 +28,7 @@ MOST_CELLS = 1 << 25
 
 
 class Kernel(NamedTuple):
-    """What computes the pieces: a table's kernel in one phase, on blocks of so many heads."""
+    """The kernel that computes the pieces: a table's kernel in one phase, on blocks of so many heads."""
 
     table: KernelTable | Padded
     phase: str

@@ -90,7 +90,7 @@ def second() -> list[dict[str, str]]:
 
 
 def implementation_of(row: Mapping[str, str]) -> str:
-    """Whose code a measurement is of, of conf/implementation."""
+    """The implementation that was measured, a name of conf/implementation."""
     return row.get("implementation") or "published"
 
 
