@@ -50,13 +50,22 @@ class Answer:
     @property
     def tied(self) -> list[Feasible]:
         """The fastest, and all that may be as fast by the intervals of both."""
-        first, *rest = self.feasible
-        return [first, *(each for each in rest if each.time.overlaps(first.time))]
+        return _tied(self.feasible)
+
+    @property
+    def tied_validated(self) -> list[Feasible]:
+        """The same of the methods that have an interval; empty if none has."""
+        return _tied([each for each in self.feasible if each.time.backed])
 
     @property
     def unvalidated(self) -> list[Feasible]:
         """Those without an interval: of which nothing measured says how far off their times may be."""
         return [each for each in self.feasible if not each.time.backed]
+
+
+def _tied(feasible: Sequence[Feasible]) -> list[Feasible]:
+    first = feasible[0] if feasible else None
+    return [each for each in feasible if first and (each is first or each.time.overlaps(first.time))]
 
 
 class Question(NamedTuple):

@@ -76,6 +76,9 @@ def test_no_answer_beyond_what_is_backed(found: Answer) -> None:
         assert f"Kernel rates: {zigzag.record.kernel}. Measure the first two on your machine." in text
     fastest, second = told(mesh, zigzag), told(zigzag, mesh)
     assert f"{mesh.name} is the fastest in simulation. It is not validated" in fastest
+    assert f"Of the validated methods, {zigzag.name} comes first: no other interval reaches its own." in fastest
+    assert f"Of the validated methods, too close to call: {zigzag.name}, {zigzag.name}." in told(mesh, zigzag, zigzag)
+    assert "validated methods" not in told(mesh)
     for text in (fastest, second):
         assert (
             f"These have no interval, and can't be told apart from any other:\n  {mesh.name}: not validated (" in text
