@@ -112,20 +112,16 @@ def heading(found: Answer) -> list[str]:
     tied = found.tied
     if not first.time.backed:
         lines.append(f"{first.name} is the fastest in simulation. It is not validated: nobody knows how far off it is.")
-        tied, of = found.tied_validated, "Of the validated methods, "
+        tied, of, too = found.tied_validated, "Of the validated methods, ", "too"
     else:
-        of = ""
+        of, too = "", "Too"
     names = ", ".join(each.name for each in tied)
     if len(tied) == 1:
-        lines.append(_sentence(f"{of}{names} comes first: no other interval reaches its own."))
+        lines.append(f"{of}{names} comes first: no other interval reaches its own.")
     elif tied:
-        lines.append(_sentence(f"{of}too close to call: {names}. Their intervals overlap that of the fastest."))
+        lines.append(f"{of}{too} close to call: {names}. Their intervals overlap that of the fastest.")
     lines.append(f"Kernel rates: {record.kernel}. Measure the first two on your machine.")
     return [*lines, *(f"note: {note}" for note in record.notes or ())]
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 def backing(found: Answer) -> list[str]:
