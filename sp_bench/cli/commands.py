@@ -92,7 +92,10 @@ COMMANDS = {
     ),
     "notebooks": Command("sp_bench.analysis.notebooks", "STUDY ...", "a study's page as an executed notebook"),
     "validate": Command(
-        "sp_bench.validate", "key=value ... | published", "how far simulated points are from measured ones", IN_MAIN
+        "sp_bench.validate",
+        "key=value ... | published | documents",
+        "how far simulated points are from measured ones",
+        IN_MAIN,
     ),
     "testcluster": Command(
         "sp_bench.slurm.testcluster", "up | down | status", "a SLURM on this machine, to try sweeps"

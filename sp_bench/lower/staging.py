@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple
 from sp_bench.lower.transports import TransportKind
 from sp_bench.plan import casts
 from sp_bench.plan.dataflow import Value, dataflow
-from sp_bench.plan.ops import AllToAll, Block, Chunk, Op, Pass, Plan, ReduceScatter, RowCollective, Transfer
+from sp_bench.plan.ops import AllToAll, Block, Chunk, Fused, Op, Pass, Plan, ReduceScatter, RowCollective, Transfer
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.regions import RegionKind
 from sp_bench.plan.tensors import Kind, Tensor
 from sp_bench.plan.transfers import adds_up, by_heads, piece_bytes
 
@@ -179,4 +180,13 @@ def _makes_all(op: Op, problem: Problem) -> bool:
     """Whether an operation alone makes the whole of the partial that it writes."""
     if isinstance(op, AllToAll):
         return not any(adds_up(op, problem, field) for field in by_heads(op))
+    if isinstance(op, Fused) and not _is_one_call(op, problem):
+        return False
     return isinstance(op, Block) and not problem.blocks.narrows
+
+
+def _is_one_call(op: Fused, problem: Problem) -> bool:
+    """Whether fused blocks are one kernel call on every rank: all of some queries with all of some keys."""
+    of_classes = (problem.blocks.regions_of(kind) for kind in range(problem.blocks.classes))
+    kinds = {region.kind for regions in of_classes for region in regions}
+    return kinds <= {RegionKind.FULL} and len(op.blocks) == len(op.queries) * len(op.keys)

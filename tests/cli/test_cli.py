@@ -134,7 +134,10 @@ def test_help_is_light(tmp_path: Path) -> None:
         ("method=startrail method.team=32", "method.team=32: .* a square that divides gpus=256; one of 1, 2, 4, 8, 16"),
         ("method=all_gather method.stride=3", "method.stride=3: must be auto or divide kv_heads=32; one of 1, 2, 4"),
         ("method=tokenring method.trim=x", "method.trim=x: must be true or false; method.trim=true would work"),
-        ("method.placement=o", "method.placement=o: must be q, kv or auto; method.placement=q would work"),
+        (
+            "method.placement=o",
+            "method.placement=o: must be q, kv, node, auto or two integers .*; method.placement=q would work",
+        ),
         ("method.layout=stripe", "method.layout=stripe: there is no such layout; did you mean striped"),
         ("baseline=rign", "baseline=rign: there is no such baseline; did you mean ring"),
         ("logger=wand", "logger=wand: there is no such logger; did you mean wandb"),

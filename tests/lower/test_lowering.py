@@ -12,7 +12,7 @@ from hypothesis import given
 from sp_bench.lower import GLOO, lower
 from sp_bench.lower.early import previous_on_lane
 from sp_bench.methods import build
-from sp_bench.plan import AllToAll, Attend, AttendBackward, Chunk, Fold, Gathered, Pass, Plan, Problem
+from sp_bench.plan import AllToAll, Attend, AttendBackward, Chunk, Fold, Fused, Gathered, Pass, Plan, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.ops import Transfer
@@ -107,7 +107,8 @@ def test_unsummed_is_what_one_operation_makes_all_of(planned: Planned) -> None:
         once = all(len(ops) == 1 for ops in times)
         kinds = {type(op) for ops in times for op in ops}
         blocks_cover = kinds <= {Attend, AttendBackward, Gathered} and covers
-        assert (chunk in unsummed) == (once and (blocks_cover or kinds == {AllToAll})), chunk
+        one_call = kinds == {Fused} and covers and all(region.kind is RegionKind.FULL for region in regions)
+        assert (chunk in unsummed) == (once and (blocks_cover or one_call or kinds == {AllToAll})), chunk
 
 
 def test_layouts_that_narrow() -> None:
