@@ -220,12 +220,10 @@ class DeviceCosts:
         for call in stacks(regions, lambda region: region.kind, shared=True):
             mask = "full" if call[0].kind is RegionKind.FULL else "causal"
             q_tokens, kv_tokens, pairs = np.array([(len(each.q), len(each.kv), each.pairs) for each in call], float).T
-            whole = (q_tokens if phase == "forward" else kv_tokens).sum()
-            seconds = float(kernel.pieces_s(mask, q_tokens, kv_tokens, pairs, whole).sum())
-            longest = (q_tokens if phase == "forward" else kv_tokens).max()
-            several_s = seconds / kernel.factor(mask) + float(kernel.idle_s(len(call), whole, longest))
-            several_s = max(several_s, kernel.least_s)
-            total_s += self.launch_s + (several_s if len(call) > 1 else seconds)
+            outer = q_tokens if phase == "forward" else kv_tokens
+            alone_s = kernel.pieces_s(mask, q_tokens, kv_tokens, pairs, outer.sum()).sum()
+            several_s = alone_s / kernel.factor(mask)
+            total_s += self.launch_s + float(kernel.call_s(alone_s, several_s, len(call), outer.sum(), outer.max()))
         return total_s
 
     def joined_s(self, problem: Problem, phase: str, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:

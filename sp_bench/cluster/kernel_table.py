@@ -134,10 +134,9 @@ class Curve:
 
     def rate(self, phase: str, q_tokens: int, kv_tokens: int) -> float:
         """The interpolated rate of a block of q_tokens queries and kv_tokens keys."""
-        inner = kv_tokens if phase == "forward" else q_tokens
-        return float(np.interp(math.log2(inner), self.log_tokens, self.rates))
+        return float(self.rates_of(phase, q_tokens, kv_tokens))
 
-    def rates_of(self, phase: str, q_tokens: np.ndarray, kv_tokens: np.ndarray) -> np.ndarray:
+    def rates_of(self, phase: str, q_tokens, kv_tokens) -> np.ndarray:
         """The rates of many blocks; of what is shorter than the shortest known, that one's."""
         inner = kv_tokens if phase == "forward" else q_tokens
         return np.interp(np.log2(inner), self.log_tokens, self.rates)

@@ -54,10 +54,14 @@ class Kernel(NamedTuple):
         """Seconds of thread blocks without work (KernelTable.idle_blocks_s)."""
         return self.table.idle_blocks_s(self.phase, pieces, tokens, longest, self.batch_heads)
 
-    @property
-    def least_s(self) -> float:
-        """The shortest call of several pieces."""
-        return self.table.variable_least_s.get(self.phase, 0.0)
+    def call_s(self, alone_s, several_s, pieces, tokens, longest) -> np.ndarray:
+        """Seconds of calls of so many `pieces` of so many `tokens` together, along what thread blocks split.
+
+        `alone_s` are those of their pieces, `several_s` the same by `factor`: both of one piece and of several.
+        """
+        idle_s = self.idle_s(pieces, tokens, longest)
+        least_s = self.table.variable_least_s.get(self.phase, 0.0)
+        return np.where(pieces > 1, np.maximum(several_s + idle_s, least_s), alone_s)
 
 
 class Pieces(NamedTuple):
@@ -92,9 +96,7 @@ def calls_s(kernel: Kernel, pieces: Pieces, pairs: np.ndarray) -> np.ndarray:
         q, kv = q_tokens[which], kv_tokens[which]
         alone[which] = kernel.pieces_s(mask, q, kv, share[which] * count[which] * q * kv, whole[call[which]])
         several[which] = alone[which] / kernel.factor(mask)
-    idle_s = kernel.idle_s(number, whole, longest)
-    found = np.where(number > 1, np.maximum(summed(several) + idle_s, kernel.least_s), summed(alone))
-    return np.where(pairs > 0, found, 0.0)
+    return np.where(pairs > 0, kernel.call_s(summed(alone), summed(several), number, whole, longest), 0.0)
 
 
 @lru_cache(maxsize=64)

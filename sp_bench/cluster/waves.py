@@ -45,24 +45,25 @@ class Waves:
         """The share of the multiprocessors' time that is used by a block of `tokens` queries (keys backward) of
         batch x heads; `rate` is one of kernel_table.RATES."""
         phase, mask = rate.split("_")
+        if mask == "full" or self.causal_order == "longest_first":
+            return float(self.fills(rate, tokens, batch_heads))
         tiles, longest = math.ceil(tokens / self.tile_tokens), tokens / self.tile_tokens
-        if mask == "full":
-            return batch_heads * longest / self.sms / math.ceil(batch_heads * tiles / self.sms)
-        pairs = batch_heads * tokens * (tokens + 1) / 2 / self.tile_tokens**2 / self.sms
-        if self.causal_order == "longest_first":
-            return pairs / max(longest, batch_heads * tiles * (longest + 1) / 2 / self.sms)
         ascending = phase == "forward"
         taken = _head_by_head(tiles, batch_heads, self.sms, self.per_sm if ascending else 1, ascending)
-        return pairs / (taken * longest / tiles)
+        return self._causal_work(tokens, batch_heads) / (taken * longest / tiles)
 
-    def fills(self, rate: str, tokens: np.ndarray, batch_heads: np.ndarray) -> np.ndarray:
+    def fills(self, rate: str, tokens, batch_heads):
         """The fill of many blocks. Of causal ones in a call with others, thread blocks follow on those of the others,
         in whatever order."""
         tiles, longest = np.ceil(tokens / self.tile_tokens), tokens / self.tile_tokens
         if rate.endswith("full"):
             return batch_heads * longest / self.sms / np.ceil(batch_heads * tiles / self.sms)
-        pairs = batch_heads * tokens * (tokens + 1) / 2 / self.tile_tokens**2 / self.sms
-        return pairs / np.maximum(longest, batch_heads * tiles * (longest + 1) / 2 / self.sms)
+        taken = np.maximum(longest, batch_heads * tiles * (longest + 1) / 2 / self.sms)
+        return self._causal_work(tokens, batch_heads) / taken
+
+    def _causal_work(self, tokens, batch_heads):
+        """The pairs of causal blocks for each multiprocessor, in those of a full thread block."""
+        return batch_heads * tokens * (tokens + 1) / 2 / self.tile_tokens**2 / self.sms
 
 
 def _share(m: int, per_sm: int) -> float:

@@ -149,18 +149,20 @@ class OperationCosts:
 
     def _summed(self, segment: Sequence[int], ranks: np.ndarray) -> _Summed:
         found, merged = _Summed(), set[Chunk]()
-        joined: dict[Chunk, list[int]] = {}
-        folds_s: dict[Chunk, float] = {}
+        joined: dict[Chunk, tuple[list[int], float]] = {}
+        """By chunk of results, the rows of the blocks that are one call for it, and the seconds of its fold."""
         for index in segment:
             op = self._plan.ops[index]
             if isinstance(op, Attend | AttendBackward):
                 row, into = self._classes.first[index], op.writes[0]
                 if self._blocks.joins:
-                    joined.setdefault(into, []).append(row)
-                    folds_s.setdefault(into, self._blocks.joined_fold_s(index, op))
+                    if into not in joined:
+                        joined[into] = [], self._blocks.joined_fold_s(index, op)
+                    joined[into][0].append(row)
+                    merged.add(into)
                 found.rows.append(row)
-                found.tables.append(self._blocks.with_folds_s(index, op, merged | {*joined}))
-                found.counts.append(into not in merged and into not in joined)
+                found.tables.append(self._blocks.with_folds_s(index, op, merged))
+                found.counts.append(into not in merged)
             elif isinstance(op, Block):
                 kernels_s = self._blocks.kernels_s(index, op, ranks)
                 found.rest_s = found.rest_s + kernels_s
@@ -170,9 +172,9 @@ class OperationCosts:
                 found.rest_s = found.rest_s + self._elsewhere_s(index, op, ranks)
             if isinstance(op, Block) and self._device.implementation.joins_blocks:
                 merged |= {*op.writes}
-        for into, rows in joined.items():
+        for rows, fold_s in joined.values():
             kernels_s = self._blocks.joined_s(rows, ranks)
-            found.rest_s = found.rest_s + kernels_s + (kernels_s > 0) * folds_s[into]
+            found.rest_s = found.rest_s + kernels_s + (kernels_s > 0) * fold_s
             found.calls = found.calls + (kernels_s > 0)
         return found
 
