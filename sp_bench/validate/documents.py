@@ -14,8 +14,7 @@ One figure was fitted to these bars: the time of thread blocks without work (var
 from __future__ import annotations
 
 import copy
-import csv
-import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,12 +29,13 @@ from sp_bench.packing import lengths_of
 from sp_bench.point import resolve
 from sp_bench.point.backing import TELLING
 from sp_bench.point.choose import choose
-from sp_bench.resources import conf_content, conf_files, place
+from sp_bench.resources import conf_content, conf_files
+from sp_bench.validate.order import Row, count_in_order
+from sp_bench.validate.published import rows_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
-BARS = place("analysis/published/document_bars.csv")
 SOURCE = "github SandAI-org/MagiAttention@2c641357 assets/magi_attn/exp/distributed/h100/varlen_full_mask, digitised"
 TOKENS_A_GPU = 8192
 SETTING = (
@@ -95,8 +95,7 @@ def _documents(arguments: list[str]) -> int:
 
 def bars() -> list[dict[str, str]]:
     """The published bars, as the columns of their file."""
-    with BARS.open() as file:
-        return list(csv.DictReader(file))
+    return rows_of("document_bars")
 
 
 def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
@@ -110,18 +109,15 @@ def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
 
 def pairs(found: pd.DataFrame, column: str = "tflops_left_out") -> tuple[int, int, list[str]]:
     """(pairs ordered alike, pairs, the others in words): of one number of GPUs and phase, unlike by TELLING or more."""
-    alike, count, wrong = 0, 0, []
-    for (gpus, phase), group in found.groupby(["gpus", "phase"]):  # pyright: ignore[reportGeneralTypeIssues]
-        for one, other in itertools.combinations(group.to_dict("records"), 2):
-            measured = one["tflops_measured"] / other["tflops_measured"]
-            if 1 - TELLING < measured < 1 / (1 - TELLING):
-                continue
-            count += 1
-            if (measured > 1) == (one[column] > other[column]):
-                alike += 1
-            else:
-                wrong.append(f"{one['method']} and {other['method']} ({gpus} GPUs, {phase})")
-    return alike, count, wrong
+
+    def tied(one: Row, other: Row) -> bool:
+        return 1 - TELLING < one["tflops_measured"] / other["tflops_measured"] < 1 / (1 - TELLING)
+
+    def words(one: Row, other: Row) -> str:
+        return f"{one['method']} and {other['method']} ({one['gpus']} GPUs, {one['phase']})"
+
+    groups = found.groupby(["gpus", "phase"])
+    return count_in_order(groups, "tflops_measured", column, tied=tied, words=words, faster=operator.gt)
 
 
 def _row(row: Mapping[str, str], seen: Simulated, factor: float) -> dict[str, Any]:

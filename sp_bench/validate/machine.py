@@ -38,6 +38,7 @@ from sp_bench.point.request import setting_of
 from sp_bench.point.simulations import simulation_of
 from sp_bench.records import Record
 from sp_bench.terminal import say
+from sp_bench.validate.order import Row, count_in_order
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -228,18 +229,15 @@ def pairs_in_order(table: pd.DataFrame) -> tuple[int, int, list[str]]:
 
     The points of a pair differ only in method or variant, and their measured intervals don't overlap.
     """
-    alike, wrong, pairs = 0, [], 0
-    for _, group in table.dropna(subset=["step_error"]).groupby(SETTING, dropna=False):
-        for one, other in itertools.combinations(group.to_dict("records"), 2):
-            if one["low_ms"] <= other["high_ms"] and other["low_ms"] <= one["high_ms"]:
-                continue
-            pairs += 1
-            measured = one["step_measured_ms"] < other["step_measured_ms"]
-            if measured == (one["step_simulated_ms"] < other["step_simulated_ms"]):
-                alike += 1
-            else:
-                wrong.append(f"{_name(one)} and {_name(other)} ({_setting(one)})")
-    return alike, pairs, wrong
+
+    def tied(one: Row, other: Row) -> bool:
+        return one["low_ms"] <= other["high_ms"] and other["low_ms"] <= one["high_ms"]
+
+    def words(one: Row, other: Row) -> str:
+        return f"{_name(one)} and {_name(other)} ({_setting(one)})"
+
+    groups = table.dropna(subset=["step_error"]).groupby(SETTING, dropna=False)
+    return count_in_order(groups, "step_measured_ms", "step_simulated_ms", tied=tied, words=words)
 
 
 def write(table: pd.DataFrame, out: Path) -> None:

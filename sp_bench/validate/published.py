@@ -12,7 +12,6 @@ analysis.reproduce study=published` makes the page.
 from __future__ import annotations
 
 import csv
-import itertools
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
@@ -30,6 +29,7 @@ from sp_bench.point.choose import plans_of
 from sp_bench.resources import PACKAGE, conf_files, place
 from sp_bench.validate import machine
 from sp_bench.validate.left_out import LeftOut, simulation
+from sp_bench.validate.order import Row, count_in_order
 from sp_bench.workload.attention import Attention
 
 if TYPE_CHECKING:
@@ -150,18 +150,15 @@ def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
 
 def pairs(found: pd.DataFrame, column: str = "step_simulated_ms") -> tuple[int, int, list[str]]:
     """(pairs ordered alike, pairs, the others in words): of one setting, with times that differ by TELLING or more."""
-    alike, count, wrong = 0, 0, []
-    for _, group in found.groupby(SETTING):
-        for one, other in itertools.combinations(group.to_dict("records"), 2):
-            same = (one["method"], one["variant"]) == (other["method"], other["variant"])
-            if same or abs(one["step_measured_ms"] / other["step_measured_ms"] - 1) < TELLING:
-                continue
-            count += 1
-            if (one["step_measured_ms"] < other["step_measured_ms"]) == (one[column] < other[column]):
-                alike += 1
-            else:
-                wrong.append(f"{point_name(one)} and {point_name(other)} ({one['hardware']}, {one['phase']})")
-    return alike, count, wrong
+
+    def tied(one: Row, other: Row) -> bool:
+        same = (one["method"], one["variant"]) == (other["method"], other["variant"])
+        return same or abs(one["step_measured_ms"] / other["step_measured_ms"] - 1) < TELLING
+
+    def words(one: Row, other: Row) -> str:
+        return f"{point_name(one)} and {point_name(other)} ({one['hardware']}, {one['phase']})"
+
+    return count_in_order(found.groupby(SETTING), "step_measured_ms", column, tied=tied, words=words)
 
 
 def backing(found: pd.DataFrame) -> list[Backing]:
