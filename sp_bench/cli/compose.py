@@ -34,6 +34,8 @@ SEQLEN, SEQLEN_HERE = 2**20, 2**9
 """The sequence length that is meant where none is given, and that on this machine, whose measurement takes seconds."""
 DTYPE, DTYPE_HERE = "bfloat16", "float32"
 """The same of the dtype: many CPUs emulate bfloat16, which takes ten times as long."""
+METHOD = ("method", None)
+"""The group of methods, in its own package."""
 
 
 class Composer(ExitStack):
@@ -97,12 +99,15 @@ class Composer(ExitStack):
         of_hydra = [o for o in parsed if o.key_or_group in self.groups() or o.package]
         # The last choice of a group counts. They are sorted, so that `_composed` knows them in any order.
         chosen = {(o.key_or_group, o.package): str(o.input_line) for o in of_hydra}
-        own = self._method_by_itself(chosen)
+        # A method's file of the suite's is all of it, and no other group depends on it: methods share a config.
+        method = CONF / "method" / f"{chosen.get(METHOD, '').partition('=')[2]}.yaml"
+        by_itself = method.is_file()
+        shared = sorted(text for group, text in chosen.items() if not (by_itself and group == METHOD))
         try:
-            config = pickle.loads(_composed((*sorted(chosen.values()), *self._search)))
-            if own:
+            config = pickle.loads(_composed((*shared, *self._search)))
+            if by_itself:
                 with open_dict(config):
-                    config.method = OmegaConf.load(_file_of(own))
+                    config.method = OmegaConf.load(method)
             for override in parsed:
                 if override not in of_hydra:
                     group, _, key = override.key_or_group.partition(".")
@@ -124,17 +129,6 @@ class Composer(ExitStack):
             on_cpus = here and (resolved["device"] == "cpu" or not self._gpus)
             resolved["dtype"] = DTYPE_HERE if on_cpus else DTYPE
         return {str(key): value for key, value in resolved.items()}
-
-    def _method_by_itself(self, chosen: dict[tuple[str, str | None], str]) -> str | None:
-        """Take a method of the suite's out of the chosen groups, and return its name.
-
-        Its file is all of it, as it has no defaults, and no other group depends on it: methods share a config.
-        """
-        name = chosen.get(("method", None), "").partition("=")[2]
-        if not _file_of(name).is_file():
-            return None
-        del chosen["method", None]
-        return name
 
     def baseline(self, config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any] | None:
         """The config of a point's baseline: another method at its defaults, all else the same; None without one."""
@@ -265,10 +259,6 @@ def _or_null(override: Override, config: DictConfig) -> Any:
     """The value of an override. `none` is null for a baseline, and where null is the default."""
     key, value = override.key_or_group, override.value()
     return None if value == "none" and (key == "baseline" or OmegaConf.select(config, key) is None) else value
-
-
-def _file_of(method: str) -> Path:
-    return CONF / "method" / f"{method}.yaml"
 
 
 @lru_cache(maxsize=256)

@@ -24,8 +24,7 @@ def count_in_order(
 ) -> tuple[int, int, list[str]]:
     """(pairs ordered alike, pairs, the others in words) of the rows of each group, as of DataFrame.groupby.
 
-    `measured` and `simulated` are columns of times or, with `faster=operator.gt`, of rates. A pair that is `tied` is not
-    counted.
+    `measured` and `simulated` are columns of times or, with `faster=operator.gt`, of rates. `tied` pairs don't count.
     """
     alike, count, wrong = 0, 0, []
     for _, group in groups:

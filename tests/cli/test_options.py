@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import yaml
+from hydra import compose
+from omegaconf import OmegaConf
 
+from sp_bench.cli.compose import Composer
 from sp_bench.resources import CONF
 from sp_bench.slurm.settings import Settings
 
@@ -30,6 +34,13 @@ def keys(content: dict[str, Any], path: str = "") -> Iterator[str]:
             yield from keys(value, f"{path}{key}.")
         else:
             yield f"{path}{key}"
+
+
+@pytest.mark.parametrize("method", sorted(path.stem for path in (CONF / "method").glob("*.yaml")))
+def test_a_methods_file_is_read_as_hydra_reads_it(method: str) -> None:
+    with Composer() as composer:
+        wanted = OmegaConf.to_container(compose("config", overrides=[f"method={method}"]).method)
+        assert composer.compose([f"method={method}"])["method"] == wanted
 
 
 def test_the_number_of_options() -> None:
