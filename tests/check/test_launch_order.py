@@ -19,7 +19,7 @@ from tests.support.problems import all_methods, of_each_name, splittable_problem
 
 
 def hang(plan: Plan, problem: Problem, seed: int, *, sms: int, ordered: bool) -> list[str]:
-    """What never ends, if ranks get on in an order drawn at random; each running transfer takes one of `sms`.
+    """Transfers that never end, if ranks get on in an order drawn at random; each running one takes one of `sms`.
 
     A transfer starts on a rank after the waits of the plan, those of its lane and, if `ordered`, the start of the
     transfer before it in the plan. It ends once those that it exchanges with have started theirs.

@@ -1,4 +1,4 @@
-"""What is said of a broken plan, on plans small enough to read."""
+"""Errors of broken plans, on plans small enough to read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from sp_bench import account
 from sp_bench.check import check
 from sp_bench.methods import build
 from sp_bench.plan import Attend, Chunk, Fold, Group, Op, Pass, Plan, Problem, Steps, receive_next
@@ -48,7 +49,9 @@ def test_fully_masked_blocks_are_not_demanded() -> None:
 def test_a_chunk_received_twice_is_wasteful_but_right() -> None:
     """The volume is off, which account finds; the result is not."""
     plan, problem = ring_of_three()
-    check(with_op(plan, 1, plan.ops[0]), problem)
+    twice = with_op(plan, 1, plan.ops[0])
+    check(twice, problem)
+    assert account.volume(twice, problem).total_bytes > account.volume(plan, problem).total_bytes
 
 
 def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
@@ -87,7 +90,10 @@ def straight_home(n: int) -> list[Op]:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_other_ways_to_reduce_are_accepted(n: int) -> None:
-    check(*plan_of(n, *straight_home(n)))
+    plan, problem = plan_of(n, *straight_home(n))
+    check(plan, problem)
+    hop_bytes = sum(problem.chunk_bytes(tensor, wire=True) for tensor in (Q, O))
+    assert account.volume(plan, problem).total_bytes == pytest.approx((n - 1) * hop_bytes)
 
 
 def test_a_partial_must_be_folded_before_the_next_arrives_over_it() -> None:

@@ -89,7 +89,7 @@ def exchange_what_are_no_two_digits(draw: st.DrawFn, plan: Plan) -> Broken:
 
 @MUTATIONS.add(EXCHANGE)
 def exchange_of_another_s_chunk(draw: st.DrawFn, plan: Plan) -> Broken:
-    """What arrives belongs to the partner, and is taken for the rank's own."""
+    """Arrivals belong to the partner, and are taken for the rank's own."""
     index = pick(draw, plan, is_exchange)
     name, chunk = draw(st.sampled_from([(name, getattr(plan.ops[index], name)) for name in ("send", "recv")]))
     assume(isinstance(chunk.home, Grid))

@@ -106,15 +106,15 @@ def test_frequencies_that_ranks_would_choose_apart_are_refused(ranks: Ranks) -> 
 
 
 def test_packings_in_bounded_memory(ranks: Ranks) -> None:
-    _bounded(ranks, 48)
+    assert_bounded(ranks, 48)
 
 
 @pytest.mark.long
 def test_200_packings_in_bounded_memory(ranks: Ranks) -> None:
-    _bounded(ranks, 200)
+    assert_bounded(ranks, 200)
 
 
-def _bounded(ranks: Ranks, count: int) -> None:
+def assert_bounded(ranks: Ranks, count: int) -> None:
     for found in ranks.run(jobs.packings, count)[:2]:
         alive, _ = found.pop("tensors")
         assert len(found) == 4

@@ -47,7 +47,9 @@ def test_with_heads_split_a_tile_is_of_groups_of_ranks() -> None:
     p = splittable_problem(32, "zigzag")
     for form, phase in itertools.product(("ring", "gather"), PHASES):
         mesh = Mesh(form=form, tile=(4, 4), placement=(2, 2), ulysses=2, layout="zigzag")
-        check(mesh.plan(p, phase, COMPUTE_BOUND), mesh.dealt(p))
+        plan, dealt = mesh.plan(p, phase, COMPUTE_BOUND), mesh.dealt(p)
+        check(plan, dealt)
+        assert account.volume(plan, dealt).total_bytes == pytest.approx(mesh.bytes_sent(p, phase), rel=1e-12)
 
 
 @pytest.mark.parametrize(("n", "tile", "node"), NODES[:4])

@@ -41,15 +41,15 @@ def another_length(method: str, known: tuple[int, ...]) -> list[tuple[str, float
 
 @pytest.mark.parametrize(("method", "n"), [("ring", 2), ("ring", 3), ("ulysses", 2), ("all_gather", 2)])
 def test_a_shape_that_is_new_to_one_rank_is_refused_on_all(method: str, n: int) -> None:
-    _refused(method, n, (8,), f"seqlen={8 * n}", f"seqlen={12 * n}")
+    assert_refused(method, n, (8,), f"seqlen={8 * n}", f"seqlen={12 * n}")
 
 
 @pytest.mark.parametrize(("method", "n"), [("ring", 2), ("ring", 3)])
 def test_shapes_that_all_ranks_have_are_refused_if_they_differ(method: str, n: int) -> None:
-    _refused(method, n, (8, 12), f"seqlen={8 * n}", f"seqlen={12 * n}")
+    assert_refused(method, n, (8, 12), f"seqlen={8 * n}", f"seqlen={12 * n}")
 
 
-def _refused(method: str, n: int, known: tuple[int, ...], *named: str) -> None:
+def assert_refused(method: str, n: int, known: tuple[int, ...], *named: str) -> None:
     with RankPool(n, timeout_s=60) as pool:
         for (error, seconds), (again, _) in pool.run(another_length, method, known):
             assert all(each in error for each in named), error
@@ -89,7 +89,7 @@ def test_a_late_rank_is_waited_for() -> None:
 
 
 def another_call_before() -> list[str]:
-    """Of calls that nobody waits in, one differs; then ranks have time to compare, and call again."""
+    """One of several calls that nobody waits in differs; then ranks have time to compare, and call again."""
     calls, attention = calls_of(dist.group.WORLD), SequenceParallelAttention("ring")  # pyright: ignore[reportArgumentType]
     found = []
     for differs in (False, True):

@@ -18,7 +18,7 @@ from sp_bench.simulate.bounds import link_bytes, lower_bounds
 from tests.support.clusters import TABLE, block_s, problem
 
 BYTES_PER_S, PAYLOAD_SHARE = 1e6, 0.8
-"""What messages get of a link, of which the rest are headers."""
+"""The share of a link that messages get; the rest are headers."""
 
 
 def on_hosts(burst_bytes: float, latency_s: float = 0.0, bytes_per_s: float = BYTES_PER_S, **hosts: Any) -> Cluster:
@@ -50,10 +50,14 @@ def checked(plan: Plan, dealt: Problem, where: Cluster) -> Run:
     assert run.makespan_s < run.finish_s.max(), "links still owe something"
     assert run.ended_s == pytest.approx(simulate(plan, dealt, where, use_symmetry=False).ended_s, rel=1e-9)
     assert max(span.end_s for rank in range(plan.n) for span in run.spans(rank)) == pytest.approx(run.makespan_s)
-    crossing = link_bytes(where.network(plan.n), account.traffic(plan, dealt, where))
-    bounds = lower_bounds(plan, dealt, where, crossing, float(run.busy_s.max()))
-    assert max(bounds.values()) <= run.makespan_s * (1 + 1e-9)
+    assert bound_s(run, dealt, where) <= run.makespan_s * (1 + 1e-9)
     return run
+
+
+def bound_s(run: Run, dealt: Problem, where: Cluster) -> float:
+    """The highest of the lower bounds on a run."""
+    crossing = link_bytes(where.network(dealt.n), account.traffic(run.plan, dealt, where))
+    return max(lower_bounds(run.plan, dealt, where, crossing, float(run.busy_s.max())).values())
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 0.02])
@@ -104,7 +108,9 @@ def test_the_one_of_two_ranks_that_sends_out_of_its_host_has_the_burst_alone() -
 @pytest.mark.parametrize("hosts", [{}, {"ranks_per_host": 2}, {"hosts_per_leaf": 4, "uplink_bytes_per_s": 1e6}])
 def test_no_method_goes_below_its_bounds(name: str, hosts: dict[str, Any]) -> None:
     p = replace(problem(8), heads=8)
-    run_of(name, p, on_hosts(0.2 * p.chunk_bytes(KV, wire=True), 1e-3, **hosts))
+    where = on_hosts(0.2 * p.chunk_bytes(KV, wire=True), 1e-3, **hosts)
+    run = run_of(name, p, where)
+    assert 0 < bound_s(run, build(name, {}).candidates(p)[0].dealt(p), where) <= run.makespan_s * (1 + 1e-9)
 
 
 def test_each_lane_has_a_burst() -> None:
