@@ -196,7 +196,7 @@ class DeviceCosts:
         if not share:
             return note
         below = f"pieces below the smallest of the kernel figures ({smallest} tokens)"
-        return f"{note}; {max(share, 0.01):.0%} of the work is in {below}, at that one's rate, which is too fast"
+        return f"{note}; {max(share, 0.01):.0%} of the work is in {below}, at rates extrapolated from that one's"
 
     def block_s(self, problem: Problem, phase: str) -> np.ndarray:
         """Seconds of one block without its fold, by class of `Problem.blocks`: (classes,).
