@@ -96,7 +96,7 @@ class StubDevice(HostClock):
         return number
 
     def switch(self, stream: int) -> None:
-        """Do nothing."""
+        """Change no stream: this device has one."""
 
     def record(self, stream: int, event: int | None = None) -> int:
         self.asked["record"] += 1

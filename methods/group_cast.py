@@ -55,7 +55,7 @@ from sp_bench.plan import (
 )
 
 STAGES = (1, 2, 4)
-"""What `auto` of the option `stages` stands for."""
+"""The values that `auto` of the option `stages` stands for."""
 IN_CHUNKS = ("balanced", "blocks")
 """The layouts that deal chunks of equal size."""
 

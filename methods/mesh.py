@@ -60,7 +60,7 @@ from sp_bench.plan import (
 )
 
 Transfer = TypeVar("Transfer", bound=Hashable)
-"""What names a transfer of a schedule: its tensor, or its tensor and slice."""
+"""The name of a transfer of a schedule: its tensor, or its tensor and slice."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ class PlacedMesh(MeshAttention):
     """Mesh-Attention with either kind of group inside nodes."""
 
     placement: Literal["q", "kv", "node", "auto"] | tuple[int, int] = "q"
-    """Which groups are consecutive ranks: q (the paper's) or kv; auto stands for both. [p,q]: each p * q consecutive
+    """The groups that are consecutive ranks: q (the paper's) or kv; auto stands for both. [p,q]: each p * q consecutive
     ranks are a p x q tile; node stands for those of NODES ranks with p and q above 1."""
     lanes: Literal["one", "each"] = "one"
     """one: all transfers share a lane, as in the paper's steps; each: a lane per tensor."""

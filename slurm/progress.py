@@ -27,7 +27,7 @@ class Progress:
     left_s: float | None
     """The seconds that are left at the rate of the last tasks; None before two tasks have finished."""
     in_slurm: Mapping[int, queue.TaskState]
-    """What SLURM says of tasks, by number; it forgets those that have ended."""
+    """The states of tasks, as SLURM reports them, by number; it forgets those that have ended."""
 
     @property
     def counts(self) -> Counter[str]:

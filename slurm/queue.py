@@ -33,7 +33,7 @@ class TaskState:
     reason: str
     """SLURM's own word; None where it gives none."""
     exit_code: int = 0
-    """Of the script; -15 if signal 15 ended it."""
+    """The exit code of the script; -15 if signal 15 ended it."""
     restarts: int = 0
     left_s: float | None = None
     """Seconds of the time limit that are left; None if it has none."""

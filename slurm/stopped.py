@@ -18,11 +18,11 @@ STARTS_BY_ITSELF = {"None", "Priority", "Resources", "JobArrayTaskLimit", "Begin
 """Reasons for which a task waits until SLURM starts it."""
 NODES_ARE_OUT = re.compile("ReqNodeNotAvail|NodeDown|Partition(Down|Inactive)|.*DOWN|.*DRAINED")
 OUT_OF_MEMORY = re.compile("exceeded (job |step )?memory limit|oom[-_]kill|out-of-memory handler", re.IGNORECASE)
-"""What SLURM writes to the log of a task that it has killed for its memory."""
+"""The line in the log of a task that SLURM has killed for its memory."""
 FORGOTTEN = "unknown to SLURM by now"
 END_OF_LOG = 4096
 TELLING = (re.compile("DUE TO "), OUT_OF_MEMORY, re.compile("Error: |ended by SIG"))
-"""What a log's telling line has, the best first. srun writes several lines after it."""
+"""Words of a log's telling line, the best first. srun writes several lines after it."""
 
 
 @dataclass(frozen=True, kw_only=True)

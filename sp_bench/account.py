@@ -211,7 +211,7 @@ def least_bytes(problem: Problem, phase: str) -> float | None:
 
     rho = problem.mask.pairs(problem.seqlen) / problem.seqlen**2
     most = g * (rho * n**2 - 1)
-    """What one key head can have beyond its free blocks."""
+    """Most blocks of one key head that need a transfer: a count."""
     beyond = problem.heads * (rho * n - 1)
     if beyond <= 0:
         return 0.0

@@ -312,7 +312,7 @@ def _rows_passed(facts: _Facts, op: Pass, source: Ranks, where: str) -> None:
 
 
 _DEALT = {t: t.by_heads for t in (Q, KV, DO)} | {O.by_heads: OUT, DQ.by_heads: DQ, DKV.by_heads: DKV}
-"""What an all-to-all makes of each tensor that one may send."""
+"""The tensor that an all-to-all makes of each tensor that one may send."""
 
 
 def _all_to_all(facts: _Facts, op: AllToAll, where: str) -> None:

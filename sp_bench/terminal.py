@@ -13,7 +13,7 @@ COMMAND = re.compile(
     rf"`[^`]+`|(?:[\w./]*python -m [\w.]+|sp-bench|srun|pip install)(?: (?:-\S+|{KEY_VALUE}|[A-Z]{{2,}}\b))*"
     rf"|(?P<keys>{KEY_VALUE}(?: {KEY_VALUE})+)"
 )
-"""What is copied from a line: a command with its arguments, or several `keys` with values."""
+"""The parts of a line that are copied: a command with its arguments, or several `keys` with values."""
 GLUE = "\0"
 
 

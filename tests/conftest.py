@@ -1,4 +1,4 @@
-"""What all tests share: the pool of ranks, and how hard hypothesis tries."""
+"""Fixtures and rules that all tests share: the pool of ranks, and how hard hypothesis tries."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ settings.load_profile(os.environ.get("SP_BENCH_HYPOTHESIS", "ci" if os.environ.g
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is printed has lines of any length. xdist's workers have 80 columns: no test should depend on that."""
+    """Printed lines have any length. xdist's workers have 80 columns: no test should depend on that."""
     monkeypatch.setenv("COLUMNS", "1000")
 
 
 SHARED = ("box", "ranks", "can_be_made", "world")
 """Fixtures of which all workers together have one, those with the longest tests first."""
 USE = "ranks: Ranks"
-"""What a file that uses the ranks has somewhere."""
+"""The text that a file which uses the ranks has somewhere."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What collecting has made stays for the session, so that no collection of garbage goes through it again."""
+    """Objects made by collecting stay for the session, so that no collection of garbage goes through them again."""
     gc.collect()
     gc.freeze()
 

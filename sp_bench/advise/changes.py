@@ -19,7 +19,7 @@ class Change:
     """Another question, and its answer."""
 
     what: str
-    """What is different, in words."""
+    """The difference, in words."""
     first: Feasible | None
     """The fastest then; None where nothing can run."""
     was_first: Feasible | None

@@ -16,7 +16,7 @@ class Command:
     """A command of `sp-bench`."""
 
     module: str
-    """What `python -m` runs."""
+    """The module that `python -m` runs."""
     usage: str
     """Its arguments, with the keys that are its own."""
     does: str

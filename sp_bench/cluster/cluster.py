@@ -45,7 +45,7 @@ class ClusterSection(Section, frozen=True, kw_only=True):
     launch_order: bool = False
     device: DeviceSection
     caution: str | None = None
-    """What whoever reads a time simulated with the file must know of its figures; each answer says it."""
+    """A warning about the file's figures, which each answer repeats."""
     sources: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
@@ -72,9 +72,9 @@ class Cluster:
     warnings: tuple[str, ...] = ()
     """Figures that are out of their plausible ranges, each in a sentence with its unit."""
     caution: str | None = None
-    """What each answer says of the figures."""
+    """A warning about the figures, which each answer repeats."""
     transport_options: TransportOptions = DEFAULT_TRANSPORT
-    """What carries transfers, if not the default."""
+    """The transport, if not the default."""
 
     @classmethod
     def build(cls, config: Any) -> Self:

@@ -97,7 +97,7 @@ class DeviceCosts:
     transfer_slowdown: float
     """How much longer kernels take while their rank's transfers are in flight: 0.19 is 19%."""
     implementation: Implementation = OURS
-    """Whose code uses the device."""
+    """The implementation that uses the device."""
 
     @classmethod
     def build(cls, config: Any) -> Self:

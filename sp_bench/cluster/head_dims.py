@@ -35,7 +35,7 @@ class Padded:
     head_dim: int
     """The problem's own size of heads."""
     computed: int
-    """What the kernel computes on."""
+    """The size of heads that the kernel computes on."""
     tables: tuple[KernelTable, ...]
     """The kernel's figures for `computed`, or for the sizes next below and above it."""
     figures: str = "assumed"

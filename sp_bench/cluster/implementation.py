@@ -21,7 +21,7 @@ class Implementation(Section, frozen=True, kw_only=True):
     """Bytes of device memory that merging one element of a partial moves, by however many kernels; None: by one fused
     kernel (DeviceCosts.fold_s)."""
     slice_bytes_per_element: NotNegative = 0.0
-    """What comes on top where a block has a part of the rows alone: their sum is written back into the whole."""
+    """Bytes on top where a block has a part of the rows alone: their sum is written back into the whole."""
     joins_blocks: bool = False
     """Whether blocks of one query chunk with nothing to wait for between them are one kernel call, merged once."""
     adds_narrow: bool = False

@@ -151,11 +151,11 @@ class Surface:
     """Rates by the queries and keys of a block."""
 
     log_q: np.ndarray
-    """(Q,)"""
+    """Logarithms of the queries: (Q,)."""
     log_kv: np.ndarray
-    """(K,)"""
+    """Logarithms of the keys: (K,)."""
     rates: np.ndarray
-    """(Q, K)"""
+    """TFLOP/s by queries and keys: (Q, K)."""
 
     def rate(self, phase: str, q_tokens: int, kv_tokens: int) -> float:
         """The interpolated rate of a block of q_tokens queries and kv_tokens keys."""

@@ -32,7 +32,7 @@ from sp_bench.plan.patterns import divisors
 from sp_bench.reading import FINITE, Count, Natural, NotNegative, Positive, Section, figure, read
 
 MAX_LINKS = 20_000_000
-"""What fits a few GB of memory."""
+"""As many as fit a few GB of memory."""
 
 Crossing = tuple[str, np.ndarray]
 """(link class, number in its block of the link that each flow crosses, (F,); -1 for none)."""
@@ -82,7 +82,7 @@ class Switch(Tier, frozen=True, kw_only=True, tag_field="kind", tag="switch"):
     """Every GPU has a port on a full switch (NVSwitch)."""
 
     nvls_bytes_per_s: Annotated[Positive, _RATE] | None = None
-    """What a GPU gets in an all-gather by the switch's multicast (NVLink SHARP); None: it has none."""
+    """The rate of a GPU in an all-gather by the switch's multicast (NVLink SHARP); None: it has none."""
 
     def levels(self) -> list[Level]:
         """The shared links of a node, from its GPUs up."""
@@ -293,7 +293,7 @@ class Routes:
     """The routes of F transfers. A transfer from a rank to itself crosses no link, and must have no bytes."""
 
     latency_s: np.ndarray
-    """(F,)"""
+    """Seconds until the first byte arrives: (F,)."""
     links: np.ndarray
     """(F, P) The links that each crosses, in order. Entries of -1, anywhere in a row, are no link."""
     rate_cap: np.ndarray
@@ -319,7 +319,7 @@ class Network:
     link_class: np.ndarray
     """(L,) The class of each link, as an index into the keys of first_link."""
     link_bytes_per_s: np.ndarray
-    """(L,)"""
+    """The rate of each link: (L,)."""
     _known: dict[bytes, Routes] = field(default_factory=dict, init=False, repr=False)
 
     def node_of(self, rank: np.ndarray) -> np.ndarray:

@@ -68,11 +68,11 @@ class Pieces(NamedTuple):
     """Pieces of calls, alike ones of a call together: (groups,) each."""
 
     call: np.ndarray
-    """Which call."""
+    """The call of each group, by its number."""
     pieces: np.ndarray
-    """How many."""
+    """The number of pieces of each group."""
     q_tokens: np.ndarray
-    """Of a piece, in the mean."""
+    """The mean queries of a piece."""
     kv_tokens: np.ndarray
 
 

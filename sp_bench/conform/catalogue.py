@@ -23,7 +23,7 @@ class Check:
 
     name: str
     looks_for: str
-    """What holds, in a few words."""
+    """The property that is checked, in a few words."""
     function: str
     """The function in checks.py, or that and its first argument: "tensor:dq"."""
     cases: Cases = cases.one

@@ -40,7 +40,7 @@ class Claims:
     """
 
     layout: str = "auto"
-    """Which tokens a rank has; auto is striped with a causal mask, contiguous with a full one."""
+    """The tokens that a rank has; auto is striped with a causal mask, contiguous with a full one."""
     shard: Callable | None = None
     """(x (B, seqlen, H, D), group) -> this rank's (B, S, H, D); None: as `layout` says."""
     unshard: Callable | None = None

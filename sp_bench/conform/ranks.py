@@ -16,7 +16,7 @@ from sp_bench.measure.pool import RankError, RankFailure, RankHang, RankPool
 TIMEOUT_S = 60.0
 """How long ranks may be silent before they count as hung."""
 PRELOADED = ("sp_bench.conform.checks", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")
-"""What ranks would each import: every pool of ranks is started again after a failure."""
+"""Modules that ranks would each import: every pool of ranks is started again after a failure."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 REFUSALS = (NotImplementedError, ValueError, AssertionError)
-"""What a subject's call raises, on all ranks, for what it doesn't do."""
+"""The errors that a subject's call raises, on all ranks, for what it doesn't do."""
 
 
 @dataclass

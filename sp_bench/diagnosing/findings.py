@@ -20,7 +20,7 @@ class Finding:
     status: str
     found: str
     fix: str = ""
-    """What to do about it; empty if and only if the status is ok."""
+    """The remedy; empty if and only if the status is ok."""
 
     def __post_init__(self) -> None:
         assert self.status in STATUSES and bool(self.fix) == (self.status != "ok"), self

@@ -21,7 +21,7 @@ from sp_bench.plan.documents import Chunked, Documents, Window
 from sp_bench.plan.mask import CAUSAL, FULL, Mask
 
 OTHERWISE = 'attn_implementation="sdpa" on sequences that fit one process would work'
-"""What keeps a model's meaning, whatever it is."""
+"""An advice that keeps a model's meaning, whatever it is."""
 
 
 class NoTensor(RequestError, AttributeError):
@@ -42,7 +42,7 @@ class Sees:
     chunks_restart: bool = True
     """Whether every document begins a chunk."""
     unknown: str = ""
-    """What was not understood of the mask."""
+    """The part of the mask that was not understood."""
 
     def __getattr__(self, name: str) -> Any:
         """Raise NoTensor: a model that asks for it would make another mask, of the tokens of one rank."""

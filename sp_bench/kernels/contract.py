@@ -39,7 +39,7 @@ class BlockKernel(ABC):
     sm_margin: int = 0
     """SMs that its kernels leave to transfers, if it `has_margin`."""
     notes: tuple[str, ...] = ()
-    """What a reader of its times must know of how it was chosen."""
+    """Notes on its choice for a reader of its times."""
 
     @classmethod
     @abstractmethod

@@ -15,7 +15,7 @@ PACKAGES = {"triton": "triton"}
 """The modules besides torch's that folds call, with the distribution that each is installed by."""
 Tensors = tuple[Tensor, ...]
 Pair = tuple[Tensor, Tensor]
-"""(out_BSHD, lse_BHS)."""
+"""A partial output and its statistics: (out_BSHD, lse_BHS)."""
 _LEAST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.float64)}
 """The lowest finite number of each dtype of an lse."""
 

@@ -28,7 +28,7 @@ class Pieces:
     regions: tuple[Region, ...]
     device: torch.device
     _cumulative: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """By batch."""
+    """The starts of queries and of keys, by the size of the batch."""
 
     @property
     def causal(self) -> bool:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 PREFIX = "NCCL_"
 SETTINGS = {LAUNCH_ORDER: "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-"""What ranks on GPUs set unless the environment does: NCCL keeps the order in which lanes' operations are launched, and
-streams have hardware queues of their own, so that a hop doesn't wait behind a block."""
+"""Variables that ranks on GPUs set unless the environment does: NCCL keeps the order in which lanes' operations are
+launched, and streams have hardware queues of their own, so that a hop doesn't wait behind a block."""
 
 
 class _Process:

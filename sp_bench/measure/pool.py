@@ -54,7 +54,7 @@ class RankFailure(RuntimeError):
         super().__init__(f"rank {rank}: {why}" if rank is not None else why)
         self.rank, self.why = rank, why
         self.progress: Any = None
-        """What `rank` reported last."""
+        """The last report of `rank`."""
 
 
 class RankError(RankFailure):

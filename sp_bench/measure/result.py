@@ -26,7 +26,7 @@ class MemoryPeak:
     reserved_bytes: int = 0
     """On a GPU: the peak of what the allocator has taken of the GPU."""
     kinds: Mapping[str, int] = field(default_factory=dict)
-    """What is held, by kind (Step.memory); empty if the attention's tensors are all."""
+    """Bytes that are held, by kind (Step.memory); empty if the attention's tensors are all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class RankResult:
     sm_margin: int | None = None
     """SMs that block kernels leave free; None if they take all."""
     notes: tuple[str, ...] = ()
-    """What a reader of the times must know of the kernels."""
+    """Notes on the kernels for a reader of the times."""
     communicators: tuple[str, ...] = ()
     """NCCL's communicators of the point, in words."""
     gpu: GpuLoad | None = None

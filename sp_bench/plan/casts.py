@@ -30,7 +30,7 @@ class Segments(NamedTuple):
     """The first position."""
     tokens: np.ndarray
     owner: np.ndarray
-    """The chunk."""
+    """The chunk that owns each segment."""
     row: np.ndarray
     """The first position as a row of its chunk."""
 
@@ -43,7 +43,7 @@ class Keys(NamedTuple):
     counts: tuple[int, ...]
     """How many rows there are of each key chunk."""
     regions: Regions
-    """What the rank's queries see of them, with keys by their place in the order."""
+    """The regions that the rank's queries see, with keys by their place in the order."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
     """0: the chunk that the rank holds. 1, 2, ...: a peer's partial in the wire dtype, to be folded into the held one;
     partials that are there at the same time have different numbers."""
     heads: int = 0
-    """Which slice of the heads, out of Problem.head_slices; of chunks of keys, out of Problem.key_slices."""
+    """The slice of the heads, out of Problem.head_slices; of chunks of keys, out of Problem.key_slices."""
 
     @property
     def place(self) -> Place:

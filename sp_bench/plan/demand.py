@@ -88,7 +88,7 @@ class Visible:
 
     classes: BlockClasses
     sees: np.ndarray
-    """(classes,)"""
+    """Whether anything is visible, by class of block: (classes,)."""
 
     @cached_property
     def differs(self) -> bool:

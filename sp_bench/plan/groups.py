@@ -25,7 +25,7 @@ class Group(NamedTuple):
     """UP: position #1 is the next higher digit. DOWN: it is the next lower one. Any other step that has no divisor in
     common with `size` goes round all digits, too: position #1 is `way` digits higher."""
     inner: int = 0
-    """Where set, only so many members are `stride` apart; the next as many are `jump` from these, and so on: digits are
+    """If set, only so many members are `stride` apart; the next as many are `jump` from these, and so on: digits are
     inner digit + inner * outer digit."""
     jump: int = 0
 
@@ -92,7 +92,7 @@ class Grid(NamedTuple):
     inner: Group
     outer: Group
     exchange: Exchange | None = None
-    """Where set, positions are counted from the rank's partner in this exchange."""
+    """If set, positions are counted from the rank's partner in this exchange."""
     own_last: bool = False
     """Whether, in all inner rings but the rank's own, its own inner position is the last one and not the first."""
 

@@ -65,10 +65,10 @@ class Backing(NamedTuple):
     median: float
     """The median of |simulated / measured - 1|, without what was fitted to the source of the measurement."""
     two_of_three: float
-    """What two of three errors are within."""
+    """The error that two of three are within."""
     points: int
     implementation: str
-    """Whose code was measured, of conf/implementation."""
+    """The implementation that was measured, a name of conf/implementation."""
     clusters: Mapping[str, str | None]
     """The clusters that were measured, with their figures (figures_of); None where those are not in conf/cluster."""
 

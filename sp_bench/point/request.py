@@ -60,7 +60,7 @@ class Request:
     why: str
     """The reason for the mode."""
     workload: Workload
-    """What is timed."""
+    """The step that is timed."""
     phase: str
     """One of the workload's phase_choices."""
     notes: list[str]

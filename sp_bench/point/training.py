@@ -324,7 +324,7 @@ class _Bound:
     times: Mapping[str, int]
     """How often each plan is executed, by its phase."""
     collective_bytes: int
-    """What each GPU sends to those with its place in other tensor-parallel groups, beside the attention."""
+    """Bytes that each GPU sends to those with its place in other tensor-parallel groups, beside the attention."""
     computed_s: float
 
     def of(

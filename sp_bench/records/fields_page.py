@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 
 from sp_bench import markdown
 from sp_bench.records.record import Record
@@ -23,7 +24,7 @@ def fields_page() -> str:
 def _part(of_part: list[Quantity]) -> str:
     first = of_part[0]
     (part,) = (cls for cls in Record.__mro__ if cls.__name__ == first.part)
-    about = " ".join((part.__doc__ or "").split("\n\n")[0].split())
+    about = textwrap.fill(" ".join((part.__doc__ or "").split("\n\n")[0].split()), 120)
     rows = [
         (
             f"`{one.name}`",

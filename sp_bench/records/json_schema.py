@@ -17,7 +17,7 @@ _VALUES = {
     "mode": {"enum": [*MODES, REPORTED]},
     "dtype": {"enum": [*DTYPE_BYTES]},
 }
-"""What the types of fields don't say."""
+"""Rules that the types of fields don't say."""
 
 
 def json_schema() -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Setup:
     how: ClassVar[str] = "resolved from the request, or found where it ran"
 
     layout: Annotated[str | None, Setting("layout")] = None
-    """Which tokens a rank owns."""
+    """The assignment of tokens to ranks."""
     tile_a: Annotated[int | None, Setting()] = None
     """Ranks of a Q group: the a of a tile a x b."""
     tile_b: Annotated[int | None, Setting()] = None
@@ -92,8 +92,8 @@ class Setup:
     lane_ctas: int | None = None
     """Measured on GPUs: the SMs that the transfers of one lane take at most: the least of all ranks' shares."""
     transport: Annotated[str | None, Setting()] = None
-    """What carries the plan's transfers, and its options, such as `nccl, registered buffers`; None for a peer. Measured
-    with CUDA graphs it has NCCL_GRAPH_REGISTER, by which NCCL registers the buffers of captured transfers."""
+    """The transport of the plan's transfers, and its options, such as `nccl, registered buffers`; None for a peer.
+    Measured with CUDA graphs it has NCCL_GRAPH_REGISTER, by which NCCL registers the buffers of captured transfers."""
     implementation: Annotated[str | None, Setting()] = None
     """Simulated: whose code it stands for (conf/implementation)."""
     validation: Annotated[str | None, Result()] = None
@@ -141,11 +141,11 @@ class Timing:
     forward_ms_median: Annotated[
         float | None, Result("forward time", "ms", better="less", noisy=True, interval="of simulated")
     ] = None
-    """The forward."""
+    """The median of the forward."""
     backward_ms_median: Annotated[
         float | None, Result("backward time", "ms", better="less", noisy=True, interval="of simulated")
     ] = None
-    """The backward."""
+    """The median of the backward."""
     update_ms_median: float | None = None
     """The end of a training step: the summation of gradients over the ranks, and the optimizer."""
     rank_step_ms_min: float | None = None
@@ -223,7 +223,7 @@ class Breakdown:
     bound_ms: Annotated[float | None, Result("lower bound of the step", "ms")] = None
     """A lower bound on the step on that cluster: for each phase its blocks, its busiest link, or its latencies."""
     bound_by: Annotated[str | None, Setting("bound by", wandb=SUMMARY)] = None
-    """What sets most of the bound: compute, latency, or a class of links."""
+    """The cause of most of the bound: compute, latency, or a class of links."""
     compute_ms: Annotated[float | None, Result("compute time of the busiest rank", "ms", noisy=True)] = None
     """Blocks and folds of the busiest rank. On shared cores this includes waiting for a core."""
     compute_only_ms_median: float | None = None
@@ -238,11 +238,11 @@ class Breakdown:
     communication_only_ms_median: float | None = None
     """Measured: the same plans without blocks."""
     communication_only_forward_ms_median: float | None = None
-    """Its forward."""
+    """The forward of communication_only_ms_median."""
     communication_only_backward_ms_median: float | None = None
-    """Its backward."""
+    """The backward of communication_only_ms_median."""
     communication_only_update_ms_median: float | None = None
-    """Its update."""
+    """The update of communication_only_ms_median."""
     core_ms_mean: float | None = None
     """Measured on CPUs: busy core time of all the ranks' machines in one step and the barriers around it, by all
     processes. The kernel counts ticks of 10 ms, so the value of a short step is meaningless."""
@@ -279,7 +279,7 @@ class Memory:
     peak_mem_bytes_min: int | None = None
     """The peak of the rank with least, if measured."""
     peak_mem_source: Annotated[str | None, Result()] = None
-    """Where these two come from: the plans, the executor's tensors, or an allocator."""
+    """The source of these two: the plans, the executor's tensors, or an allocator."""
     peak_mem_bytes_expected: int | None = None
     """The peak computed from the plans, with lanes as late as the waits allow (account.peak_bytes)."""
     peak_active_bytes_max: int | None = None
@@ -308,7 +308,7 @@ class GpuState:
     gpu_power_w_median: float | None = None
     """The median of a GPU's power at the moment of each sample; None where only averages over a second are known."""
     clocks_held_down: Annotated[list[str] | None, Result()] = None
-    """What held clocks down in any sample; the software power cap is usual under full load."""
+    """The reasons that held clocks down in any sample; the software power cap is usual under full load."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,7 +368,7 @@ class TrainingStep:
     parameters: int | None = None
     """The number of the model's parameters."""
     recompute: Annotated[str | None, Setting()] = None
-    """What of a layer the backward computes again: none, attention (all but the attention), full."""
+    """The part of a layer that the backward computes again: none, attention (all but the attention), full."""
     sharded: Annotated[bool | None, Setting()] = None
     """Whether parameters, gradients and the optimizer's state are split over the ranks."""
     tensor_parallel: Annotated[int | None, Setting()] = None
@@ -387,15 +387,15 @@ class TrainingStep:
     tensor_sum_ms: float | None = None
     """Simulated: sums of activations over tensor-parallel GPUs, which nothing hides."""
     optimizer_ms: float | None = None
-    """The optimizer."""
+    """The time of the optimizer."""
     parameters_bytes: int | None = None
-    """Parameters."""
+    """Bytes of the parameters."""
     gradients_bytes: int | None = None
-    """Gradients."""
+    """Bytes of the gradients."""
     optimizer_bytes: int | None = None
     """The optimizer's state."""
     activations_bytes: int | None = None
-    """What the backward keeps from the forward: the attention's inputs and outputs, the head's gradient among it."""
+    """Bytes that the backward keeps of the forward: the attention's inputs and outputs, the head's gradient too."""
     attention_bytes: int | None = None
     """The peak of one attention: its inputs, buffers, accumulators and results."""
     gathered_bytes: int | None = None

@@ -30,7 +30,7 @@ class Quantity:
     part: str
     """The name of the part that it is a row of."""
     how: str
-    """Where values come from."""
+    """The source of values."""
     shown: Setting | Result | None
     """How it is shown; None if the record alone has it."""
 

@@ -37,7 +37,7 @@ class Window(NamedTuple):
     q: Rows
     kv: Rows
     kind: RegionKind | Pieces
-    """Never STRICT."""
+    """The kind of its region, never STRICT."""
 
 
 class Blocks:

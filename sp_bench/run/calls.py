@@ -134,7 +134,7 @@ class Calls:
         self._last = _Call(0, "", 0)
         self._count = 0
         self._known: dict[int, str] = {}
-        """What calls were that said nothing, by their numbers."""
+        """Calls that said nothing, by their numbers."""
         self._looked_at = self._last
         self._to_compare: _Call | None = None
         self._compared = self._last

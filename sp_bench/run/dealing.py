@@ -60,7 +60,7 @@ class Dealing:
 
     @property
     def receives_staged(self) -> bool:
-        """Whether what comes is received in a staging buffer, whatever the chunk's own tensors are."""
+        """Whether arrivals go to a staging buffer, whatever the chunk's own tensors are."""
         return self._received is not None
 
     def pack(self, held: Tensors) -> None:

@@ -63,7 +63,7 @@ class Device(Clock, Protocol):
     """An asynchronous device with streams and events: torch.cuda, or a fake in tests."""
 
     capturing: bool
-    """Whether what is queued is captured, and nothing of it executed."""
+    """Whether queued work is captured, and nothing of it executed."""
     finished: Any
     """Event at the end of the last execution; None before the first. The next one waits for it to reuse buffers."""
 

@@ -28,7 +28,7 @@ from sp_bench.run.sms import SmShares
 from sp_bench.run.transport import GlooTransport, Transport
 
 Saved = dict[Any, Tensors]
-"""What a forward leaves for its backward. An Engine: the fields of each tensor of its plans (KV, ODOQ, ...)."""
+"""The tensors that a forward leaves for its backward. An Engine: fields of its plans' tensors (KV, ODOQ, ...)."""
 
 
 class Engine:

@@ -25,7 +25,7 @@ class Engines:
         self._alive: weakref.WeakSet[Engine] = weakref.WeakSet()
         """Those kept, and those that a backward still needs."""
         self._sent: Counter[Key] = Counter()
-        """What engines sent that are gone."""
+        """Bytes sent by engines that are gone."""
         self._arenas: dict[torch.device, Arena] = {}
 
     def __len__(self) -> int:

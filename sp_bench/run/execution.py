@@ -32,7 +32,7 @@ class Spent:
 
 
 WAITS, KERNELS, FOLDS, REST = "waits_s", "kernels_s", "folds_s", "rest_s"
-"""What a lap was spent on: fields of Spent, and the rest of blocks and folds, of which a device has none."""
+"""The purposes of a lap: fields of Spent, and the rest of blocks and folds, of which a device has none."""
 
 
 @dataclass

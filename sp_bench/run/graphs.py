@@ -35,11 +35,11 @@ class _Captured:
 
     graph: Any
     inputs: tuple[Tensor, ...]
-    """What it reads, kept alive."""
+    """The tensors that it reads, kept alive."""
     results: Any
-    """What it writes: the same tensors each time."""
+    """The tensors that it writes: the same tensors each time."""
     sent_bytes: Counter
-    """What each replay sends."""
+    """Bytes that each replay sends."""
 
 
 class GraphedEngine:

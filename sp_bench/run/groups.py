@@ -23,7 +23,7 @@ _names: Counter[str] = Counter()
 """How many groups of a name were made so far. What they have left in the store is never taken for another's."""
 _owner: Hashable = None
 _owners: dict[tuple[str, torch.device | None], set[Hashable]] = {}
-"""Who has asked for each group; None for who never releases it."""
+"""The holder of each group; None for who never releases it."""
 
 
 def world() -> dist.ProcessGroup:

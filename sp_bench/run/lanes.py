@@ -63,7 +63,7 @@ class Lanes:
         self._results: dict[int, Tensors] = {}
         """Output tensors of transfers, allocated before the transfer runs."""
         self.given_results: Mapping[Chunk, Tensors] = {}
-        """Where the caller of this execution wants outputs of transfers."""
+        """The tensors in which the caller of this execution wants outputs of transfers."""
         self._dealing: Callable[[AllToAll], Dealing] = cache(lambda op: Dealing(op, problem, rank, self._staging))
         given = plan, lowering, problem, rank, transport, streams, self._receiving, self._staging, device
         self._collectives, self._casting = Collectives(*given), Casting(*given)

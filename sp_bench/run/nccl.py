@@ -106,7 +106,7 @@ class NcclTransport(Transport):
     others: frozenset[int] = field(default=frozenset(), kw_only=True)
     """Ranks with which something else exchanges the messages of a Pass, so that these need no communicator."""
     registered: Registered | None = field(default=None, kw_only=True)
-    """Where buffers are allocated, if they are registered with the communicators."""
+    """The pool in which buffers are allocated, if they are registered with the communicators."""
     _made: dict[tuple[int, Members, Part], Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ from sp_bench.plan.ops import Pass, Plan
 from sp_bench.run.transport import Call, Key, Message, Transport, Turn
 
 FREE, DATA = 0, 1
-"""What a signal says: the receiver's buffer may be written to; it has been written."""
+"""The meanings of a signal: the receiver's buffer may be written to; it has been written."""
 
 
 class Signal(NamedTuple):

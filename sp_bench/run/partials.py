@@ -32,9 +32,9 @@ class Sum(NamedTuple):
     whole: bool
     """Whether they are all tokens of the chunk."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of the whole chunk on this rank, one per field."""
+    """Shapes of the whole chunk on this rank, one per field."""
     dtype: torch.dtype
-    """Of all fields but statistics."""
+    """The dtype of all fields but statistics."""
     summed: bool
     """Whether anything may be added to it."""
 

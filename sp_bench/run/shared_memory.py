@@ -60,7 +60,7 @@ class SharedMemory(PeerMemory):
         self._places: dict[int, tuple[int, int]] = {}
         """(offset, bytes) of each tensor in the file, by its address."""
         self._peers: dict[int, int] = {}
-        """Their files."""
+        """The file of each peer, open."""
         self._theirs: dict[tuple[int, int], Tensor] = {}
         """Memory of peers, by (peer, offset)."""
         self._in: dict[Signal, tuple[int, select.poll]] = {}

@@ -37,7 +37,7 @@ class SmShares:
     margin: int | None
     """SMs that block kernels leave free; None if they have no such setting."""
     note: str = ""
-    """What a reader of its times must know."""
+    """Notes for a reader of its times."""
 
 
 def power_of_two(most: int) -> int:

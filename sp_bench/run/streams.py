@@ -43,7 +43,7 @@ class Streams(ABC):
 
     @property
     def capturing(self) -> bool:
-        """Whether what is queued becomes a graph, and isn't executed."""
+        """Whether queued work becomes a graph, and isn't executed."""
         return False
 
     @abstractmethod

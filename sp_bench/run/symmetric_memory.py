@@ -54,7 +54,7 @@ class SymmetricMemory(PeerMemory):
         self._places = {member: place for place, member in enumerate(members)}
         self._groups, self._device, self._torchs = groups, device, torchs
         self._handles: dict[int, Any] = {}
-        """Of each tensor, by its address."""
+        """The handle of each tensor, by its address."""
         self._pads: list[tuple[Tensor, Any]] = []
         """By lane, a buffer and its handle."""
 

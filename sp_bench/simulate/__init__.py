@@ -24,7 +24,7 @@ from sp_bench.simulate.slowdown import slowed_by_transfers
 __all__ = ["WAITING", "Run", "Span", "exactly", "simulate"]
 
 SLOWDOWN_ROUNDS, SLOWDOWN_SETTLED = 8, 1e-4
-"""Where transfers slow blocks down, which changes when they run: how often at most that is worked out, and how well."""
+"""Transfers slow blocks down, which changes when they run: how often at most that is worked out, and how well."""
 WAITING = "waiting"
 """The stream of the times when a rank's blocks wait."""
 SAME_TIME = 1e-9

@@ -97,7 +97,7 @@ class Links(NamedTuple):
     misheld: Ints
     """A list of the links that hold a flow they shouldn't, or don't hold one they should."""
     clock_bytes: Floats
-    """What a flow held ever since the link last held none has moved at `read_s`."""
+    """Bytes moved at `read_s` by a flow that is held ever since the link last held none."""
     read_s: Floats
     pace: Floats
     """The level since `read_s`."""
@@ -123,7 +123,7 @@ class Heaps(NamedTuple):
     items: Ints
     place: Ints
     start: Ints
-    """Where each heap begins in `items`."""
+    """The start of each heap in `items`."""
     size: Ints
 
 

@@ -44,7 +44,7 @@ from sp_bench.simulate.rows import CORE_WORK_PER_S, Path, Rows
 from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 
 MAX_TASKS = 12_000_000
-"""What fits a few GB of memory."""
+"""As many as fit a few GB of memory."""
 NEARLY = 0.1
 """Ranks may be taken for alike if their blocks differ by this share. A zigzag ring's blocks of half the queries take up
 to 8% longer than those of half the keys."""
@@ -67,15 +67,15 @@ class PlanGraph:
     tasks: TaskGraph
     items: tuple[Item, ...]
     quotient: Quotient
-    """Which ranks stand for which: rows have a task for each of quotient.ranks."""
+    """The ranks that stand for others: rows have a task for each of quotient.ranks."""
     work: str
     """The field of `tasks` that has the work of segments: delay_s, or flow_bytes where cores are shared."""
     exact: bool
     """Whether all ranks of a kind are alike, not only nearly so."""
     least: Mapping[int, np.ndarray]
-    """Where they are nearly so, the least work of the ranks of a kind, by row of a segment: (ranks,) seconds each."""
+    """If they are nearly so, the least work of the ranks of a kind, by row of a segment: (ranks,) seconds each."""
     share: np.ndarray
-    """Of the work that a rank has here, its own: (n,), 1 where ranks of a kind are alike."""
+    """The share of the work that a rank has here which is its own: (n,), 1 where ranks of a kind are alike."""
 
     @property
     def work_per_s(self) -> float:
@@ -169,7 +169,7 @@ class _Builder:
         self.slow, self.all_slow = slow[self.ranks], slow
         self.paths: dict[tuple[Group | Exchange, int], Path] = {}
         self.flows: dict[int, list[_Flow]] = {}
-        """By transfer."""
+        """The flows of each transfer."""
         self.cores = cluster.shared_cores(problem.n)
         self.rows = Rows(self.quotient)
         self.ended: dict[int, list[np.ndarray]] = {}
@@ -180,7 +180,7 @@ class _Builder:
         self.later: list[tuple[list[np.ndarray], np.ndarray, Path]] = []
         """After which messages links carry how many bytes, and over what."""
         self.own_s, self.kind_s, self.least = np.zeros(problem.n), np.zeros(self.ranks.size), dict[int, np.ndarray]()
-        """Where ranks are nearly alike, what each of them computes, what its kind does, and PlanGraph.least."""
+        """If ranks are nearly alike, seconds that each of them computes, those of its kind, and PlanGraph.least."""
         self.alike: dict[tuple[Group | Exchange, int, Tensor, bool], list[_Flow]] = {}
         """The flows of transfers that are the same every time."""
 

@@ -57,7 +57,7 @@ class LeftOut:
 
     def __init__(self, points: Sequence[Point]) -> None:
         self.points = points
-        """Of all sources."""
+        """The measured points of all sources."""
         self._refitted: dict[tuple[int, str], float | None] = {}
 
     def without(self, row: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, Any]:

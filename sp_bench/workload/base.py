@@ -212,7 +212,7 @@ class Spec:
     parts: bool = False
     """Whether to also time blocks alone and transfers alone."""
     transport: TransportOptions = DEFAULT_TRANSPORT
-    """What carries transfers."""
+    """The transport of the ranks."""
 
     @property
     def executed(self) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ class MarkedEngine:
     marks: list[tuple[Any, Any]] = field(default_factory=list)
     readings: list[Callable[[], Spent]] = field(default_factory=list)
     watched: Watched | None = None
-    """Where the tensors of the last layer are kept; None: nowhere."""
+    """The holder of the tensors of the last layer; None: nowhere."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved]:
         start = self.clock.mark()

@@ -29,7 +29,7 @@ class Training(Section, frozen=True, kw_only=True):
     """The section `train` of conf/config.yaml."""
 
     recompute: Literal["none", "attention", "full"]
-    """What of a layer the backward computes again (transformer.Recompute)."""
+    """The part of a layer that the backward computes again (transformer.Recompute)."""
     parameters: Literal["auto", "replicated", "sharded"]
     """sharded: parameters, gradients and moments are split over all ranks (FSDP). auto: only where they don't fit."""
     tensor_parallel: Count = 1

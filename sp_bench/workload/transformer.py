@@ -20,8 +20,8 @@ from sp_bench.workload.model import Model
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q (B, S, H, D), k and v (B, S, kv_heads, D) -> (B, S, H, D)."""
 Recompute = Literal["none", "attention", "full"]
-"""What the backward computes again. none: nothing. attention: all but the attention, whose inputs and output are kept.
-full: all of a layer but its input, with the attention and its transfers."""
+"""The part that the backward computes again. none: nothing. attention: all but the attention, whose inputs and output
+are kept. full: all of a layer but its input, with the attention and its transfers."""
 RECOMPUTE: tuple[Recompute, ...] = ("none", "attention", "full")
 EPSILON, TIMES = 1e-5, 1000.0
 

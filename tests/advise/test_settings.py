@@ -1,4 +1,4 @@
-"""What advice prints: settings that give the mask that was asked for, and Python that is executed here."""
+"""The output of advice: settings that give the mask that was asked for, and Python that is executed here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ASKED = {
 
 
 def wanted_of(words: Iterable[str], gpus: int, methods: Iterable[str] = tuple(REGISTRY)) -> list[Wanted]:
-    """What advice has settings for: every method at its fastest degrees."""
+    """Requests that advice has settings for: every method at its fastest degrees."""
     keys = {word.partition("=")[0] for word in words}
     shape = [word for word in SHAPE if word.partition("=")[0] not in keys]
     found = answer(Question([f"gpus={gpus}", *shape, *words], tuple(methods)))

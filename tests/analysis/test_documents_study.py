@@ -1,4 +1,4 @@
-"""What the study of packed documents must show, on a part of its grid."""
+"""Findings that the study of packed documents must show, on a part of its grid."""
 
 from __future__ import annotations
 

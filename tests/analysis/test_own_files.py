@@ -84,7 +84,7 @@ def test_changes_of_ones_own_cluster_are_in_the_command(own: Path) -> None:
 
 @pytest.mark.parametrize("overrides", [["model=tiny", "model.layers=3"], ["model=tiny", "heads=32", "kernel=cudnn"]])
 def test_all_groups_are_in_the_command(overrides: list[str]) -> None:
-    """What a file sets and an argument takes back, too."""
+    """A file's setting that an argument takes back counts, too."""
     with Composer() as composer:
         config = composer.compose(overrides)
     arguments = command(config).split()

@@ -114,7 +114,7 @@ def test_what_goes_wrong_in_a_study_is_the_exit_code(
 
 @pytest.mark.parametrize("name", studies.studies())
 def test_every_slot_of_a_page_is_a_figure(name: str) -> None:
-    """Of the study's module, or of another's, or a constant; and the notebook shows each figure of its own."""
+    """Figures of the study's module, or of another's, or a constant; and the notebook shows each figure of its own."""
     study = studies.study_named(name)
     for slot in study.slots:
         other, _, figure = slot.rpartition(".")

@@ -28,7 +28,7 @@ def device(**figures: float) -> DeviceCosts:
 
 
 def seen(on: DeviceCosts) -> Costs:
-    """What a calibration would have seen on a device."""
+    """The samples that a calibration would have seen on a device."""
     costs, shape = Costs(), (128, 32, 88)
     costs.product_shape, costs.products_s = shape, {"float32": [2 * 128 * 32 * 88 / MATMUL / 1e12] * 3}
     for phase in PHASES:

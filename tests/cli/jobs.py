@@ -1,4 +1,4 @@
-"""What ranks run in these tests. Imported inside the ranks: no pytest."""
+"""Jobs of ranks in these tests. Imported inside the ranks: no pytest."""
 
 from __future__ import annotations
 

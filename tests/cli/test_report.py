@@ -25,7 +25,7 @@ from tests.support.points import point
 FIGURES = ["33.125 ms [32.62, 33.38]", "1.00x", "11.25", "33.5", "54,321", "7.658 kB", "23%", "7.75", "7.654 MB"]
 """The figures of `outcome("mesh", 33.125)`, in their order, but for the status."""
 POINT = ["4x2", "8", "64k", "32x128 causal bf16", "striped", "measure"]
-"""What it is, beside its method."""
+"""The rest of the point, beside its method."""
 
 
 def outcome(method: str, step_ms: float, *, reused: bool = False, **changes: Any) -> Outcome:
@@ -253,7 +253,7 @@ def test_a_narrow_terminal_has_methods_one_below_the_other_and_all_prints_the_sa
 
 
 def test_what_a_table_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What matters most has what room there is, and a point that failed has its status."""
+    """The most important columns get the room, and a point that failed has its status."""
     lines = printed(monkeypatch, [OTHER, MESH, outcome("usp", 44.5, status="oom", error="of 8 GB")], 125, every=False)
     (row,) = cells_of(lines, "mesh")
     assert row == [*POINT, "33.125 ms [32.62, 33.38]", "1.00x", "ok"]

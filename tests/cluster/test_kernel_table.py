@@ -280,7 +280,7 @@ def test_the_table_of_the_head_dim_and_dtype_is_taken() -> None:
 
 
 def test_without_figures_the_nearest_table_ranks_variants() -> None:
-    """What a point that is measured needs."""
+    """The keys that a measured point needs."""
     assert full_s(device(), 1024, head_dim=64, dtype="float64") == pytest.approx(full_s(device(), 1024) / 2)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of sp_bench.conform share."""
+"""Fixtures that the tests of sp_bench.conform share."""
 
 from __future__ import annotations
 

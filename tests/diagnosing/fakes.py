@@ -50,7 +50,7 @@ def nccl_log(
     rank: int, n: int, *, inside: str = "P2P/CUMEM", across: str = "NET/IB/0/GDRDMA", per_peer: int = 32,
     network: str = "IB", version: str = "2.27.3", node: int = 8,
 ) -> str:  # fmt: skip
-    """What a rank writes with NCCL_DEBUG=INFO when it makes a communicator of n, with `node` ranks to a host."""
+    """The log of a rank with NCCL_DEBUG=INFO when it makes a communicator of n, with `node` ranks to a host."""
     peer = (rank + 1) % n
     how = inside if peer // node == rank // node else across
     said = [

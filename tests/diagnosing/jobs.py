@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the doctor. Imported inside the ranks: no pytest."""
+"""Jobs of ranks in the tests of the doctor. Imported inside the ranks: no pytest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def under_load(path: str) -> tuple[str, list[dict[str, str]]] | None:
 
 
 def log_of(folder: str, texts: list[str]) -> rank_jobs.NcclLog:
-    """What is read of a log that NCCL would have written."""
+    """The facts that are read of a log which NCCL would have written."""
     os.environ["NCCL_DEBUG_FILE"] = f"{folder}/%h.%p"
     name = f"{folder}/{os.uname().nodename}.{os.getpid()}"
     with open(name, "w") as file:

@@ -32,7 +32,7 @@ class Commands:
 
     def __init__(self) -> None:
         self.ran: list[str] = []
-        """What each was to write."""
+        """The files that each step was to write."""
         self.codes: list[int] = []
 
     def __call__(self, arguments: list[str]) -> int:

@@ -53,7 +53,7 @@ FROM_REGISTRIES = (
 
 @pytest.mark.long
 def test_guides_in_a_checkout_of_their_own(tmp_path: Path, environment: dict[str, str]) -> None:
-    """What guides lead to is complete: no list that they don't name lacks the new ones."""
+    """Guides lead to something complete: no list that they don't name lacks the new ones."""
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for name in FOLDERS:

@@ -117,7 +117,7 @@ POINTS = (*CHOSEN, *registered())
 
 
 def figures(point: str) -> dict[str, Any]:
-    """What the record of a simulated point says. RuntimeError if there is none."""
+    """The figures of the record of a simulated point. RuntimeError if there is none."""
     with tempfile.TemporaryDirectory() as folder:
         said = io.StringIO()
         own = ("mode=simulate", "baseline=null", "trace=0", "logger=none", f"results_dir={folder}")

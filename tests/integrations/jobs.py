@@ -1,4 +1,4 @@
-"""What ranks do in the tests of plug-ins. Imported inside the ranks: no pytest."""
+"""Jobs of ranks in the tests of plug-ins. Imported inside the ranks: no pytest."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def _alive() -> int:
 
 
 def refusals() -> list[str]:
-    """What calls that can't be served are refused with, alone in a process."""
+    """The errors of calls that can't be served, alone in a process."""
     from sp_bench.integrations.transformers import register
 
     parallel = register("ring")

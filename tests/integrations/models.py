@@ -136,7 +136,7 @@ def eager(alone: Any, input_ids: Tensor, position_ids: Tensor | None = None) -> 
 
 
 def gradients(of: Any) -> list[Tensor]:
-    """Of every parameter; zero where there is none."""
+    """The gradient of every parameter; zero where there is none."""
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in of.parameters()]
 
 

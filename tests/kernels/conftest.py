@@ -1,4 +1,4 @@
-"""What the tests of kernels share."""
+"""Fixtures that the tests of kernels share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fakes of GPU kernels have inside: attention in fp64, and what the kernels' checks and quirks have in common.
+"""The inside of fakes of GPU kernels: attention in fp64, and checks and quirks that the kernels have in common.
 
 Shapes: q, out (B, S, H, D), k, v (B, T, K, D), lse (B, H, S).
 """
@@ -95,7 +95,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, corner: bool) -> T
 
 
 def check(*tensors: Tensor) -> None:
-    """What all of them take: fp16 or bf16, rows that lie together, at least one of them, a head_dim in steps of 8."""
+    """The inputs that all take: fp16 or bf16, rows that lie together, at least one, a head_dim in steps of 8."""
     for x in tensors:
         assert x.dtype in (torch.float16, torch.bfloat16) and x.dtype == tensors[0].dtype
         assert x.stride(-1) == 1 and x.ndim in (3, 4) and x.numel() > 0 and x.shape[-1] % 8 == 0

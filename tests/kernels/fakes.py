@@ -203,7 +203,7 @@ class FlashAttnInterface(ModuleType):
     """flash_attn.flash_attn_interface of flash_attn 2.7 and 2.8."""
 
     deterministic = False
-    """What the last backward was asked for."""
+    """The arguments of the last backward."""
 
     def _flash_attn_forward(
         self,
@@ -383,7 +383,7 @@ class CuteInterface(ModuleType):
     """flash_attn.cute.interface of flash-attn-4 4.0, for what is asked of it here."""
 
     deterministic = False
-    """What the last backward was asked for."""
+    """The arguments of the last backward."""
 
     def _flash_attn_fwd(
         self,

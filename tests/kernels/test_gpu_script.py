@@ -105,7 +105,7 @@ def test_what_it_takes_to_queue_is_the_host_s_time(monkeypatch: pytest.MonkeyPat
 
 
 def test_blocks_of_the_efficiency_give_the_whole() -> None:
-    """What is timed against one call computes the same as it."""
+    """The alternative that is timed against one call computes the same as it."""
     kernel = AtenCpu()
     q, k, v, dout = (TINY.random(tokens, seed=seed) for seed, tokens in enumerate((16, 64, 64, 16)))
     out, lse = kernel.forward(q, k, v, gpu_kernels.RegionKind.FULL)

@@ -29,7 +29,7 @@ def backward(
 
 
 def assert_normal_form(out: Tensor, lse: Tensor, q: Tensor) -> None:
-    """What every backend must return, however its library does it."""
+    """Results that every backend must return, however its library computes them."""
     assert out.shape == q.shape and out.dtype == q.dtype
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and (lse.is_contiguous() or lse.is_cpu)
     assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)

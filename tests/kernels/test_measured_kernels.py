@@ -16,7 +16,7 @@ SIZE = ["8", "32k"]
 
 
 def written(folder: Path, *, slower: float = 1.0, **device: object) -> Path:
-    """What calibrate would write of an H200 whose cuDNN is so much slower than published."""
+    """The file that calibrate would write of an H200 whose cuDNN is so much slower than published."""
     config = yaml.safe_load(H200.read_text())
     cudnn = config["device"]["rates"]["cudnn"] | {"figures": "measured"}
     for phase in ("forward", "backward"):

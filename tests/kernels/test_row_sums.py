@@ -32,7 +32,7 @@ def test_row_sums_stay(dtype: torch.dtype, scale: float) -> None:
     again = (put_back.double() * dout.double()).sum(-1).transpose(1, 2)
     exact = torch.finfo(dtype).eps
     rounding = exact if dtype.itemsize == 2 else 32 * exact
-    """Of O that is put back; of sums in fp32 or fp64."""
+    """Row sums of O that is put back; of sums in fp32 or fp64."""
     assert ((again - delta.double()).abs() <= rounding * delta.abs()).all()
     lengths = [x.double().square().sum(-1) for x in (put_back, out)]
     assert (lengths[0] <= lengths[1] * (1 + 32 * exact)).all(), "no row is longer than that of O"

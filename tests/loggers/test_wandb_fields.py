@@ -1,4 +1,4 @@
-"""What of a record goes where."""
+"""Fields of a record and their places in a W&B run."""
 
 from __future__ import annotations
 

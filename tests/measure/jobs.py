@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the pool. Imported inside the ranks: no pytest."""
+"""Jobs of ranks in the tests of the pool. Imported inside the ranks: no pytest."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def connect_slowly(seconds: float) -> int:
 
 
 def begin_together(on_a_stream: bool) -> list[float | None]:
-    """What ranks waited for each other before phases: by gloo, which blocks where a GPU's stream would wait."""
+    """Seconds that ranks waited for each other before phases: by gloo, which blocks where a GPU's stream would wait."""
     group = own_group(dist.group.WORLD, range(dist.get_world_size()), "start", backend="gloo") if on_a_stream else None
     start, found = Start(HostClock(), torch.device("cpu"), group), []
     for _ in range(3):
@@ -146,7 +146,7 @@ def report_then_fail(who: int) -> None:
 
 
 def gated(spec: Spec, spoiled: tuple[str, int] | None = None, with_: float = 0.0) -> GateErrors:
-    """What the gate says of a point whose kernel fills one head of one tensor with a number."""
+    """The gate's answer on a point whose kernel fills one head of one tensor with a number."""
     methods = {"_forward": ("out", "lse"), "_backward": ("dq", "dk", "dv")}
 
     def spoiling(method: str, names: tuple[str, ...]) -> Any:
@@ -165,7 +165,7 @@ def gated(spec: Spec, spoiled: tuple[str, int] | None = None, with_: float = 0.0
 
 
 def measured_with_a_kernel_wrong_from(spec: Spec, tokens: int, name: str) -> tuple[str, str, tuple[int, int] | None]:
-    """What the gate says, then the rows of what was timed, of a kernel whose rows from `tokens` on are off by 1%."""
+    """The gate's answer, then the rows of what was timed, of a kernel whose rows from `tokens` on are off by 1%."""
     names = {"_forward": ("out",), "_backward": ("dq", "dk", "dv")}
     method = next(method for method, results in names.items() if name in results)
     right = getattr(AtenCpu, method)
@@ -182,7 +182,7 @@ def measured_with_a_kernel_wrong_from(spec: Spec, tokens: int, name: str) -> tup
 
 
 def measured_where_memory_runs_out(spec: Spec) -> tuple[GateErrors, int]:
-    """What rank BAD, and the others, say of rows of what was timed if it has no memory for them; and its samples."""
+    """Answers of rank BAD and the others on rows of what was timed if it has no memory for them; and its samples."""
     point = job.TimedPoint(0, spec)
     point.iterate(0)
 

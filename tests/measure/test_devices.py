@@ -1,4 +1,4 @@
-"""What ranks compute on: found, told to them, refused where it isn't there; and ranks that are executed alone."""
+"""Devices that ranks compute on: found, told to them, refused where there are none; and ranks executed alone."""
 
 from __future__ import annotations
 

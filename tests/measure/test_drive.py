@@ -14,7 +14,7 @@ from sp_bench.termination import raise_if_terminated
 
 
 def test_told_to_end(capsys: pytest.CaptureFixture[str]) -> None:
-    """What it was about to do is left, its finally clauses are not, and the process's own handler is there again."""
+    """The work that it was about to do is left, its finally clauses are not, and the process's own handler is back."""
     before, done = signal.getsignal(signal.SIGTERM), []
 
     def answer() -> int:

@@ -95,7 +95,7 @@ def test_what_is_not_finite_is_infinitely_wrong(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_wrong_from_512_tokens_on_is_found_in_what_was_timed(pool: RankPool, name: str) -> None:
-    """Of a rank, which the gate doesn't have: its rows from there on, sampled from what was timed."""
+    """A rank that the gate doesn't have: its rows from there on, sampled from what was timed."""
     point = spec(2, seqlen=RANKS * 700)
     for gate, timed, rows in pool.run("tests.measure.jobs:measured_with_a_kernel_wrong_from", point, 512, name):
         assert gate == "", "it has 256 tokens of a rank"

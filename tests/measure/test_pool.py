@@ -37,7 +37,7 @@ def shared() -> Iterator[RankPool]:
 
 
 def failure_of(how: str, others: str, *, timeout_s: float = 60.0, reports: int = 0) -> RankFailure:
-    """What a new pool says when rank BAD goes wrong; its processes must be gone by then."""
+    """The error of a new pool when rank BAD goes wrong; its processes must be gone by then."""
     with RankPool(N, timeout_s) as pool:
         pids = pool.pids
         pool.run(jobs.total)

@@ -245,7 +245,7 @@ def test_kv_placement_is_proven_and_sends_what_q_placement_does(n: int) -> None:
 
 
 def across_nodes(tile: tuple[int, int], placement: str, phase: str, problem: Problem) -> np.ndarray:
-    """What each rank sends to other nodes of 8."""
+    """Bytes that each rank sends to other nodes of 8."""
     plan = Mesh(tile=tile, placement=placement).plan(problem, phase, COMPUTE_BOUND)
     return account.sent_across_nodes(plan, problem, lambda ranks: ranks // 8)
 

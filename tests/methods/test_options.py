@@ -1,4 +1,4 @@
-"""What the options of methods refuse, and how a method's variants are told apart."""
+"""Refused options of methods, and how a method's variants are told apart."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Install:
     folder: Path
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """What its Python does with these arguments."""
+        """The output of its Python with these arguments."""
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         command = [str(self.python), *arguments]
         return subprocess.run(

@@ -60,7 +60,7 @@ def test_the_workflow_runs_what_is_supported() -> None:
 
 
 def test_another_torch_replaces_the_pinned_one(tmp_path: Path) -> None:
-    """What .ci/run does with TORCH before it installs anything, with a make that says what it would install."""
+    """The commands of .ci/run with TORCH before it installs anything, with a make that says what it would install."""
     script, _, _ = (ROOT / ".ci" / "run").read_text().partition("NO_MKDOCS")
     (tmp_path / ".ci").mkdir()
     (tmp_path / ".ci" / "run").write_text(script)

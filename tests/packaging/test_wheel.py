@@ -91,7 +91,7 @@ def test_what_an_extra_brings_is_asked_for_by_its_name(core: Install, arguments:
 MEASURING = tuple(
     f"sp_bench.{name}" for name in ("kernels", "run", "measure", "labs", "peers.registry", "point.measured")
 )
-"""What only ranks and those who ask them need."""
+"""Packages that only ranks, and those who ask them, need."""
 POINT = "from sp_bench.__main__ import main; assert main(['method=mesh', 'gpus=16', 'logger=none']) == 0"
 DESCRIPTION = "from sp_bench.describe import main; assert main(['method=mesh', 'gpus=9']) == 0"
 

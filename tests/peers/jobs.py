@@ -1,4 +1,4 @@
-"""What ranks do in the tests of sp_bench.peers, and attention of a user's own. Imported inside the ranks: no pytest.
+"""Jobs of ranks in the tests of sp_bench.peers, and attention of a user's own. Imported inside the ranks: no pytest.
 
 Peers take all ranks there are, so that a test of n ranks has a pool of n.
 """
@@ -89,7 +89,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What a case came to on one rank."""
+    """The result of a case on one rank."""
 
     errors: dict[str, float]
     """Relative L2, over the whole sequence, against fp64."""

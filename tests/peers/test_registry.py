@@ -1,4 +1,4 @@
-"""What a request for a peer is held to, before any rank starts."""
+"""Rules that a request for a peer is held to, before any rank starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What schedules are told of the machine."""
+"""Costs of the machine that schedules are told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a problem weighs, and what it refuses."""
+"""Sizes of a problem, and problems that are refused."""
 
 from __future__ import annotations
 

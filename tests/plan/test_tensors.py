@@ -51,7 +51,7 @@ def test_chunks_are_written_as_the_papers_write_them() -> None:
 
 
 def test_nobody_asks_a_name() -> None:
-    """What a tensor is, is a property of it: a suffix or prefix of its name is read nowhere but where it is given."""
+    """Properties say what a tensor is: a suffix or prefix of its name is read nowhere but where it is given."""
     files = [*PACKAGE.glob("*.py"), *(file for name in OF_TENSORS for file in (PACKAGE / name).rglob("*.py"))]
     asking = {
         f"{file.relative_to(PACKAGE)}:{number}"

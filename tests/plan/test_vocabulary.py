@@ -1,4 +1,4 @@
-"""What sp_bench.plan exports is what methods import, no more and no less."""
+"""The exports of sp_bench.plan are the imports of methods, no more and no less."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ METHODS = sorted(Path(methods.__file__).parent.glob("*.py"))
 
 
 def imports(path: Path) -> list[ast.ImportFrom]:
-    """What a file imports of this suite, by `from ... import ...`."""
+    """The names that a file imports of this suite, by `from ... import ...`."""
     found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
     return [node for node in found if (node.module or "").startswith("sp_bench")]
 

@@ -1,4 +1,4 @@
-"""What layout=auto chooses: no GPU is left without work where another assignment gives it some."""
+"""Choices of layout=auto: no GPU is left without work where another assignment gives it some."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ASKED = {
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: f"{mask.name}{len(getattr(mask, 'lengths', ()))}")
 def test_auto_gives_every_chunk_tokens(mask: Mask, n: int) -> None:
-    """Of all layouts, of each kind alone, and of the dealers with any one other."""
+    """Methods on all layouts, on each kind alone, and on the dealers with any one other."""
     several = [(*LAYOUTS, *DEALERS)] if isinstance(mask, Packed) else [tuple(LAYOUTS)]
     several += [(*DEALERS, one) for one in LAYOUTS] if isinstance(mask, Packed) else []
     for among in several:

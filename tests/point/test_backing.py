@@ -1,4 +1,4 @@
-"""What backs simulated records, the intervals that follow, and that all who show them agree."""
+"""Validation of simulated records, the intervals that follow, and that all who show them agree."""
 
 from __future__ import annotations
 

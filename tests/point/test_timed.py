@@ -1,4 +1,4 @@
-"""What a record says of measured times."""
+"""Figures of a record from measured times."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def keys() -> list[str]:
 
 @cache
 def record(*overrides: str) -> dict[str, Any]:
-    """What a reader sees of a simulated point, without the config itself."""
+    """The record of a simulated point as a reader sees it, without the config itself."""
     with Composer() as composer:
         request = resolve(composer.compose(overrides))
     training = isinstance(request.workload, Train)

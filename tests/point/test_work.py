@@ -1,4 +1,4 @@
-"""What simulating a point takes, in counts: tasks, ranks, and how often anything is built. Times would hide it."""
+"""Work of simulating a point, in counts: tasks, ranks, and how often anything is built. Times would hide it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sp_bench.point.choose import choose
 from tests.support.points import point
 
 BUILT = ((dataflow, "_values"), (schedule, "_waits"), (block_classes, "_find"))
-"""What is made of a plan once, whoever asks for it."""
+"""Things that are made of a plan once, whoever asks for them."""
 
 
 def counted(patch: pytest.MonkeyPatch, where: object, name: str, seen: Counter[Any], of: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a record's run_id depends on, and what its provenance says of git."""
+"""Dependencies of a record's run_id, and what its provenance says of git."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OF_NO_NUMBER = {
     *("errors.py", "extras.py", "first_hour.py", "markdown.py", "resources.py", "terminal.py"),
     *("traces.py", "wandb_upload.py"),
 }
-"""What reads, writes, shows and refuses, and changes no number of a point."""
+"""Code that reads, writes, shows and refuses, and changes no number of a point."""
 
 Ids = Callable[[], tuple[str, str]]
 

@@ -10,12 +10,12 @@ from tests.run.queued import Batch, Event, Rank, Stream
 
 
 class NotCapturable(AssertionError):
-    """What CUDA refuses in a capture."""
+    """Errors of CUDA in a capture."""
 
 
 @dataclass
 class Graph:
-    """What was queued on each stream, and the memory that it uses, which nothing else gets."""
+    """The work queued on each stream, and the memory that it uses, which nothing else gets."""
 
     origin: Stream
     queued: dict[int, list[Any]]

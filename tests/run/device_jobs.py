@@ -1,4 +1,4 @@
-"""What ranks do in the tests of devices. Imported inside the ranks: no pytest."""
+"""Jobs of ranks in the tests of devices. Imported inside the ranks: no pytest."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Execution:
         return torch.cat(parts, dim=1)[:, order.argsort()]
 
     def wrong(self, plans: dict[str, Plan] | None = None) -> str:
-        """What is wrong with it; empty if nothing is."""
+        """The errors of the execution; empty if there are none."""
         try:
             found = self.run(plans)
         except (Hazard, Stuck) as error:

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of groups: as ranks with a GPU each, between which gloo carries. No pytest."""
+"""Jobs of ranks in the tests of groups: as ranks with a GPU each, between which gloo carries. No pytest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of sp_bench.run. Imported inside the ranks: no pytest, no hypothesis.
+"""Jobs of ranks in the tests of sp_bench.run. Imported inside the ranks: no pytest, no hypothesis.
 
 Shape legend: B batch, S tokens, H heads, K kv_heads, D head_dim; tensors of the whole sequence have S = n * tokens.
 """
@@ -67,7 +67,7 @@ def find_sent(cases: Sequence[Case]) -> dict[Case, tuple[dict, dict]]:
 
 
 class Parts(NamedTuple):
-    """What executions of blocks alone and of transfers alone did, beside one of everything."""
+    """Results of executing blocks alone and transfers alone, beside those of everything."""
 
     sent: dict[Action, dict]
     """By what was done: bytes sent by (lane, tensor, field), forward and backward."""
@@ -134,7 +134,7 @@ class Counting(GlooTransport):
 
 
 def receive_ahead(tokens: int) -> tuple[list[list[float]], int]:
-    """What comes from the rank before, twice where its receives were posted ahead, then as usual; receives posted.
+    """Arrivals from the rank before, twice where receives were posted ahead, then as usual; receives posted.
 
     Each time another number of tokens.
     """
@@ -245,13 +245,13 @@ def _unequal(got: Results, wanted: Results) -> list[str]:
 
 
 def refusal(case: Case, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> str:
-    """What an attention of these shapes is refused with."""
+    """The error of an attention of these shapes."""
     q, k = torch.zeros(q_shape), torch.zeros(k_shape)
     return _refused(case, lambda attention: attention(q, k, k))
 
 
 def refusals_to_deal(case: Case, seqlen: int) -> list[str]:
-    """What shard, positions and unshard of `seqlen` tokens are refused with."""
+    """The errors of shard, positions and unshard of `seqlen` tokens."""
     x = torch.zeros(1, seqlen, 2, 8)
     uses = (
         lambda attention: attention.shard(x),
@@ -262,7 +262,7 @@ def refusals_to_deal(case: Case, seqlen: int) -> list[str]:
 
 
 def refusals_of_uneven_calls(case: Case) -> list[str]:
-    """What calls of an uneven sequence are refused with: one that doesn't say its length, and one of twice of it."""
+    """The errors of calls of an uneven sequence: one that doesn't say its length, and one of twice of it."""
 
     def call(**seqlen: int) -> Callable[[SequenceParallelAttention], object]:
         return lambda attention: attention(*(attention.shard(x) for x in case.inputs(case.seqlen)[:3]), **seqlen)

@@ -129,7 +129,7 @@ def part_of_the_matrix(n: int) -> list[Case]:
 
 
 def axes(case: Case) -> tuple[tuple, ...]:
-    """What make test has each method with, on two ranks: a layout and a mask, MHA or GQA in a dtype."""
+    """Cases of make test for each method, on two ranks: a layout and a mask, MHA or GQA in a dtype."""
     return (case.layout, case.causal), (case.kv_heads < case.heads, case.dtype)
 
 

@@ -125,7 +125,7 @@ class Machine:
         self._random = random.Random(seed)
         self._count = ranks * self.streams_per_rank
         self.clocks = np.zeros((self._count, self._count), np.int32)
-        """What of each stream each stream knows to have ended."""
+        """The end of each stream that each stream knows of."""
         self.streams: list[Stream] = []
         self.blocks: dict[int, Block] = {}
         self._starts: list[int] = []
@@ -189,7 +189,7 @@ class Machine:
         return max(steps, key=lambda step: self._ranking.setdefault(step[0].number, self._random.random()))
 
     def _steps(self, stream: Stream) -> Iterator[Callable[[], None]]:
-        """What a stream could do now."""
+        """The work that a stream could do now."""
         head = stream.queue[0]
         if isinstance(head, Work):
             yield lambda: self._do(stream, head)
@@ -305,7 +305,7 @@ class Rank(TorchDispatchMode):
         return self._queue(torch.ops.aten.clone.default, (x,), {}, [x.contiguous()])[0]
 
     def get(self, x: Tensor) -> Tensor:
-        """What a tensor holds, once everything was run."""
+        """The values of a tensor, once everything was run."""
         return self.machine.access(x).tensor.clone()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

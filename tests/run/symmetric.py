@@ -34,7 +34,7 @@ class Allocation:
 
 @dataclass
 class Handle:
-    """What `rendezvous` returns."""
+    """The result of `rendezvous`."""
 
     allocation: Allocation
     device: Rank

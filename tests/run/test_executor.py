@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("action", [Action.EVERYTHING, Action.COMPUTE], ids=lambda action: action.value)
 def test_a_call_leaves_no_tensors(action: Action) -> None:
-    """What a call holds is gone with its results, and two calls don't know of each other."""
+    """Tensors of a call are gone with its results, and two calls don't know of each other."""
     problem, transport = small_problem(1), GlooTransport(None)
     plan = build("ring", {}).plan(problem, "forward", COMPUTE_BOUND)
     kernel = choose("reference", "cpu", "float32", problem.head_dim)

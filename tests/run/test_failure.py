@@ -27,7 +27,7 @@ class Breaking(KERNELS["aten_cpu"]):  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def break_then_use_again(error: Exception) -> list[str]:
-    """What the failing call and the next one, by another module on the same group, say on each rank."""
+    """The errors of the failing call and of the next one, by another module on the same group, on each rank."""
     q = torch.randn(1, 8, 2, 8)
     said = []
     for broken in (True, False):

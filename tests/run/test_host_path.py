@@ -1,4 +1,4 @@
-"""What a rank's thread does for each block and transfer, counted with kernels, streams, events and NCCL stubbed."""
+"""Work of a rank's thread for each block and transfer, counted with kernels, streams, events and NCCL stubbed."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def ended(plan: Plan, waits: list[tuple[int, ...]]) -> list[frozenset[int]]:
 
 
 def test_waits_that_are_left_out_follow_from_others() -> None:
-    """Of every method's plans; and some are left out."""
+    """Waits of every method's plans; and some are left out."""
     left_out = 0
     for method in all_methods(splittable_problem(4)):
         problem = method.dealt(splittable_problem(4))

@@ -40,7 +40,7 @@ class OnNccl(Execution):
     lane_ctas: int = 0
     """0: the lane's share of an A100."""
     given: tuple[GpuMachine, Carried] | None = None
-    """What it is to run on."""
+    """The transport and kernel to run on."""
 
     def carried(self, plans: dict[str, Plan]) -> tuple[GpuMachine, Carried]:
         if self.given:
@@ -104,7 +104,7 @@ def test_kernels_that_don_t_fit_together_deadlock_without_launch_order() -> None
 
 
 def test_a_kernel_waits_until_the_one_before_has_started() -> None:
-    """Of another lane, which waits for a block; without the order it needn't."""
+    """A block that another lane waits for; without the order it needn't."""
     started: dict[bool, list[list[int]]] = {}
     for ordered in (True, False):
         for order in range(2):
@@ -143,7 +143,7 @@ def test_nothing_that_nccl_gets_is_the_allocator_s(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_alias_is_the_same_memory_of_another_owner() -> None:
-    """Of the dtypes that are sent, and in the middle of a tensor."""
+    """Messages of the dtypes that are sent, and in the middle of a tensor."""
     for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.float16):
         x = torch.zeros(4, 6, dtype=dtype, requires_grad=True)[1:3]
         other = nccl.unmarked(x)

@@ -22,7 +22,7 @@ ROWS = [range(TOKENS), range(2), range(1, TOKENS), range(2, 4)]
 
 @pytest.fixture(autouse=True)
 def nan_in_fresh_memory() -> Iterator[None]:
-    """What is allocated and not written is NaN, not by chance zero."""
+    """Allocated memory that is not written is NaN, not by chance zero."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

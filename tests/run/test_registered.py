@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Nccl:
-    """What a group's backend does with pools (ProcessGroupNCCL), and the rules of NCCL's windows."""
+    """Pools of a group's backend (ProcessGroupNCCL), and the rules of NCCL's windows."""
 
     def __init__(self, name: str, log: list[tuple]) -> None:
         self.name, self.log, self.mem_allocator = name, log, f"allocator of {name}"
@@ -49,7 +49,7 @@ class Nccl:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """What is done with torch.cuda, and with backends; `made` of a pool counts what was allocated in it."""
+    """Calls of torch.cuda and of backends; `made` of a pool counts what was allocated in it."""
     entries: list[tuple] = []
     pools: list[Any] = []
 

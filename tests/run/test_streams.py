@@ -1,4 +1,4 @@
-"""What the streams of a rank do before what they wait for is there."""
+"""Work of a rank's streams before what they wait for is there."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_gloo_goes_onward_as_soon_as_it_may(ready: tuple[bool, bool], all_ranks:
 
 
 class Overwriting(Expecting):
-    """What may come from now on comes at once, and is nothing; what it should have been comes in its turn."""
+    """Arrivals from now on come at once, and are nothing; what they should have been comes in its turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class Noting(GlooTransport):
 def test_a_tensor_goes_onward_when_its_predecessor_has_come_and_gone(
     now: int, then: int, ready: tuple[bool, ...], expected: str
 ) -> None:
-    """What it is received into may be what is sent before. Whatever wasn't begun with is posted in its turn, once."""
+    """A buffer may be received into and sent from before. Whatever wasn't begun with is posted in its turn, once."""
     transport, begin = Noting(), iter(ready)
     out, into, back = ([torch.tensor(x + i) for i in range(3)] for x in (10, 20, 30))
 
@@ -300,7 +300,7 @@ class Onwards(AloneTransport):
         self.lonely: set[int] = set()
         """By number, transfers that couldn't begin with another."""
         self.begun: dict[int, tuple[Turn, Message, Message]] = {}
-        """What the others began with, where it was time."""
+        """Work that the others began with, where it was time."""
 
     def exchange(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]

@@ -30,7 +30,7 @@ Volume = Mapping[tuple[str, str, str], int]
 
 
 def closed_form(case: Case) -> tuple[Volume, Volume]:
-    """What each rank sends forward and backward. Mesh-Attention, section 3.8; Ring is its tile 1 x n."""
+    """Chunks that each rank sends forward and backward. Mesh-Attention, section 3.8; Ring is its tile 1 x n."""
     a, b = case.tile or (1, case.n)
     rows = BATCH * case.tokens
     compute, wire = ELEMENT_BYTES[case.dtype], ELEMENT_BYTES[case.wire_dtype or case.dtype]

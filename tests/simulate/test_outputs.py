@@ -1,4 +1,4 @@
-"""What a simulation says beside its makespan: bounds, link bytes, stragglers, slowdown by transfers, traces."""
+"""Results of a simulation beside its makespan: bounds, link bytes, stragglers, slowdown by transfers, traces."""
 
 from __future__ import annotations
 

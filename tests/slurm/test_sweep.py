@@ -32,7 +32,7 @@ PATIENCE_S = 150.0
 
 
 def srun(box: SlurmBox, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What came out of it."""
+    """The records that came out of it."""
     command, environment = [*SRUN, *arguments], box.environment()
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
 
@@ -133,7 +133,7 @@ class Run:
         return not self.waiting() and not self.running()
 
     def logs(self) -> list[Path]:
-        """What tasks print."""
+        """The output of tasks."""
         return list((self.folder / "logs").iterdir())
 
     def _in(self, state: str) -> dict[str, int]:

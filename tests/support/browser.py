@@ -59,7 +59,7 @@ class Browser:
         return [element.text for element in self.driver.find_elements("css selector", selector)]
 
     def errors(self) -> list[str]:
-        """What the page complained of since it was asked last."""
+        """The page's complaints since it was asked last."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
 
 

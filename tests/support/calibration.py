@@ -24,7 +24,7 @@ LAUNCH_S = 1e-6
 
 
 def samples() -> tuple[Costs, list[Links]]:
-    """What a machine of known rates would have shown: blocks of 1, 2, 3 ... ms."""
+    """The samples of a machine of known rates: blocks of 1, 2, 3 ... ms."""
     costs = Costs(kernel="aten_cpu", launch_s=[LAUNCH_S] * 3, fold_bytes=10, fold_s=[2e-6] * 3)
     costs.copy_bytes, costs.copy_s = 8, [3e-6] * 3
     costs.sum_bytes, costs.sum_s = 10, [4e-6] * 3

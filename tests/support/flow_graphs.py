@@ -33,7 +33,7 @@ class Task:
     weight: float = 1.0
 
     def load(self, link: int) -> Fraction:
-        """What each byte takes of a link."""
+        """Seconds of a link that each byte takes."""
         loads = zip(self.path, self.loads or (1.0,) * len(self.path), strict=True)
         return sum((Fraction(load) for other, load in loads if other == link), Fraction(0))
 

@@ -46,7 +46,7 @@ def made(run_id: str = "3fa2c0de", **changes: Any) -> Record:
 
 
 def columns(steps_ms: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[Any]]:
-    """What stands beside a record whose phases took so long, by phase, rank and iteration."""
+    """The samples beside a record whose phases took so long, by phase, rank and iteration."""
     rows = [
         Row(rank, iteration, phase, STEP, milliseconds / 1e3)
         for phase, by_rank in steps_ms.items()

@@ -117,7 +117,7 @@ class GpuMachine(Machine):
         self.most_taken = 0
         """The most SMs that kernels took at once on a rank."""
         self.before: list[Callable[[], None]] = []
-        """What is called before anything is done."""
+        """A function that is called before anything is done."""
 
     def run(self) -> None:
         for call in self.before:
@@ -241,7 +241,7 @@ class _World:
 
 
 class _Launches:
-    """What a rank launches."""
+    """The operations that a rank launches."""
 
     def __init__(self, machine: GpuMachine, device: Rank) -> None:
         self._machine, self._device = machine, device
@@ -340,7 +340,7 @@ class _Launches:
 
 
 class _Work:
-    """What torch returns of an operation."""
+    """The work that torch returns for an operation."""
 
     def __init__(self, device: Rank, group: Communicator) -> None:
         self._device, self._group = device, group
@@ -350,7 +350,7 @@ class _Work:
         self._device.wait(self._device.current(), self._ended)
 
     def again(self) -> _Work:
-        """Of what has been queued on the communicator's stream until now."""
+        """The work that has been queued on the communicator's stream until now."""
         return _Work(self._device, self._group)
 
 

@@ -1,4 +1,4 @@
-"""What a query of a pack sees, by the definition. Imported inside ranks: no pytest, no hypothesis."""
+"""The keys that a query of a pack sees, by the definition. Imported inside ranks: no pytest, no hypothesis."""
 
 from __future__ import annotations
 

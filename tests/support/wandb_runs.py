@@ -21,7 +21,7 @@ def Settings(**_): pass
 def setup(_): pass
 def teardown(): pass
 """
-"""What the writer needs of wandb before its first run."""
+"""Parts of wandb that the writer needs before its first run."""
 
 
 def shadow_wandb(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:

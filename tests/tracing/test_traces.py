@@ -48,7 +48,7 @@ def written(path: Path, events: list[dict[str, Any]], **more: Any) -> Path:
 
 
 def of_simulation(request: Request, slower: Mapping[str, float]) -> dict[int, Trace]:
-    """What all ranks would trace if each kind of operation took so many times what is simulated."""
+    """The traces of all ranks if each kind of operation took so many times what is simulated."""
     choice = choose(request)
     found: dict[int, dict[Mark, list[Sample]]] = {rank: {} for rank in range(choice.problem.n)}
     for phase, run in choice.runs.items():

@@ -21,6 +21,6 @@ def point(*overrides: str) -> Request:
 
 
 def training(*overrides: str) -> Spec:
-    """What ranks get of such a point, with the plans of the chosen variant."""
+    """The part of such a point that ranks get, with the plans of the chosen variant."""
     request = point(*overrides)
     return spec_of(request, choose(request))

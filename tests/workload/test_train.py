@@ -29,7 +29,7 @@ OTHERS = (
     "method=zigzag train.parameters=sharded train.recompute=none model.ffn=70",
     "method=ring train.parameters=sharded train.recompute=full model=tiny_dit batch=2",
 )
-"""What is not the same for all methods, with one of them."""
+"""Properties that are not the same for all methods, with one of them."""
 
 
 def assert_exact(ranks: Ranks, points: list[str]) -> None:

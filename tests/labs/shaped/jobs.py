@@ -1,4 +1,4 @@
-"""What ranks do in the tests of hosts. Imported inside the ranks, so it stays light."""
+"""Jobs of ranks in the tests of hosts. Imported inside the ranks, so it stays light."""
 
 from __future__ import annotations
 

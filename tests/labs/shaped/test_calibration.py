@@ -39,15 +39,15 @@ MESSAGE_BYTES = (10_000, 100_000)
 CORES = min(2, cores_here())
 """That two ranks can have."""
 LINK_CORES, BYTE_CORE_S, MESSAGE_CORE_S = 0.01, 2e-9, 1e-5
-"""What a busy link takes of them, and each byte and message."""
+"""Seconds of a core that a busy link takes, and each byte and message."""
 ALL_TO_ALL_SHARE = 0.75
-"""What the library's all-to-alls get of the rate of messages."""
+"""The share of the rate of messages that the library's all-to-alls get."""
 CROWDING = 2.5
 """How many times as long a block takes on its share of the cores where two ranks compute."""
 
 
 def exchanges(hosts: Hosts, *, latency_s: float, share: float, most_bytes_per_s: float) -> dict[float, list[Exchanges]]:
-    """What two ranks would have seen on hosts of known figures, of which one is always slower."""
+    """The samples that two ranks would have seen on hosts of known figures, of which one is always slower."""
     found = {}
     for rate in link_rates(hosts):
         each = min(share * rate / hosts.ranks_per_host, most_bytes_per_s)
@@ -136,7 +136,7 @@ def test_turns_are_told_by_how_much_blocks_spread(cores: int, monkeypatch: pytes
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_messages_wait_for_cores_that_ranks_crowd(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they wait more while all ranks compute, for each rank to a core beyond the first."""
+    """Seconds more that they wait while all ranks compute, for each rank to a core beyond the first."""
     monkeypatch.setattr(calibration, "cores_here", lambda: cores)
     seen = exchanges(described(), latency_s=0.02, share=0.9, most_bytes_per_s=1e8)
     for ranks in seen.values():

@@ -27,7 +27,7 @@ def cluster(**hosts: Any) -> Cluster:
 
 
 def alone_bytes_per_s(of: Cluster, gpus: int, *pair: int) -> float:
-    """What one message between two ranks gets."""
+    """The rate that one message between two ranks gets."""
     network = of.network(gpus)
     source, target = (np.array([rank]) for rank in pair)
     return float(network.alone_bytes_per_s(network.routes(source, target))[0])

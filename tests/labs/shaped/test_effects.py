@@ -1,4 +1,4 @@
-"""What shaped hosts do to a simulation: cores that messages take, and cores and links that are shared unevenly."""
+"""Effects of shaped hosts on a simulation: cores that messages take, and cores and links that are shared unevenly."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ WITHOUT_RIGHTS = ["setpriv", "--bounding-set", "-sys_admin,-net_admin"]
 
 
 def command_line(arguments: list[str], folder: Path, *, before: tuple[str, ...] = (), path: str | None = None) -> str:
-    """What a refused point says, after exit code 2 and without a record."""
+    """The error of a refused point, after exit code 2 and without a record."""
     command = [*before, sys.executable, "-m", "sp_bench", *arguments, f"results_dir={folder}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PATH": path} if path else None)
     assert done.returncode == 2, done.stdout + done.stderr

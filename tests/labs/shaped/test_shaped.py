@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("can_be_made")
 
 
 def least_s(payload_bytes: int, bytes_per_s: float) -> float:
-    """What a message takes at least over links that were idle."""
+    """The least time of a message over links that were idle."""
     return (payload_bytes - BURSTS * BURST_BYTES) / bytes_per_s
 
 
@@ -45,7 +45,7 @@ def interfaces() -> list[str]:
 
 
 def seen_from_outside() -> tuple[list[str], str, int]:
-    """What hosts could leave behind: interfaces, named namespaces, and open files of this process."""
+    """Things that hosts could leave behind: interfaces, named namespaces, and open files of this process."""
     names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return interfaces(), names, len(os.listdir("/proc/self/fd"))
 
