@@ -27,7 +27,7 @@ from sp_bench.measure.devices import device_here, device_versions, transport_her
 from sp_bench.measure.pool import report
 from sp_bench.plan.groups import Group
 from sp_bench.run.devices import clock_of
-from sp_bench.run.transport import Call, Turn
+from sp_bench.run.transport import Call, Turn, members_of
 from sp_bench.workload import RankContext, Spec
 
 __all__ = [
@@ -98,8 +98,7 @@ def message_each_way(used: Used) -> str:
     if used.collective and isinstance(group, Group) and transport.kind.adds:
         into = torch.empty(group.size, 4, device=device)
         transport.collective(turn, Call("all_gather", group, [into], [mine]))
-        found, first = into[:, 0].tolist(), int(group.first(rank))
-        wanted = [float(first + group.offset(place)) for place in range(group.size)]
+        found, wanted = into[:, 0].tolist(), [float(member) for member in members_of(group, rank)]
     else:
         peers = [peer for peer in (int(group.member(rank, shift)) for shift in (1, -1)) if peer != rank]
         into = torch.empty(len(peers), 4, device=device)
