@@ -27,7 +27,7 @@ class Asked:
     impl: Annotated[str | None, Setting("implementation")] = None
     """With method=peer: the implementation that ran."""
     gpus: Annotated[int, Setting("GPUs")]
-    """The number of GPUs, which is that of ranks times train.tensor_parallel."""
+    """The number of GPUs, which is that of ranks times train.tensor_parallel times train.data_parallel."""
     seqlen: Annotated[int, Setting("sequence length", words="tokens")]
     """Tokens of the whole sequence."""
     batch: Annotated[int, Setting("batch")]
@@ -373,6 +373,12 @@ class TrainingStep:
     """Whether parameters, gradients and the optimizer's state are split over the ranks."""
     tensor_parallel: Annotated[int | None, Setting()] = None
     """How many GPUs share the tokens of a rank, with a part of the heads each."""
+    data_parallel: Annotated[int | None, Setting()] = None
+    """How many groups of ranks train on sequences of their own; gradients are summed over all of them."""
+    turns: Annotated[int | None, Setting()] = None
+    """How often a rank computes forward and backward in a step, whose gradients are added up."""
+    linears: Annotated[str | None, Setting()] = None
+    """The dtype of a layer's matrix products: compute (that of the activations) or float8."""
     attention_ms: float | None = None
     """The attention of all layers, waits for its transfers included."""
     attention_exposed_ms: float | None = None

@@ -152,6 +152,21 @@ class Workload(ABC):
         return 1
 
     @classmethod
+    def data_parallel(cls, config: Mapping[str, Any]) -> int:
+        """How many groups of ranks have sequences of their own."""
+        return 1
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of ranks that each have sequences of their own."""
+        return 1
+
+    @property
+    def turns(self) -> int:
+        """How often a rank computes forward and backward in a step, each time on other sequences."""
+        return 1
+
+    @classmethod
     @abstractmethod
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
         """The phases that ranks execute if `phases` are timed: a backward needs its forward."""
