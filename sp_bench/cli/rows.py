@@ -159,6 +159,7 @@ ROWS = (
     Row("head and loss", lambda r: share(r.loss_ms, r)),
     Row("gradients and parameters moved", lambda r: share(r.gradient_sync_ms, r)),
     Row("sums over tensor-parallel GPUs", lambda r: share(r.tensor_sum_ms or None, r)),
+    Row("copies to the host and back", lambda r: share(r.offload_ms or None, r)),
     Row("optimizer", lambda r: share(r.optimizer_ms, r)),
     Row("loss, first and last step", lambda r: f"{r.losses[0]:.6g}, {r.losses[-1]:.6g}" if r.losses else "-"),
     Row("exposed communication", lambda r: share(r.exposed_comm_ms, r), always=True),
@@ -171,6 +172,7 @@ ROWS = (
     Row("peak memory", lambda r: amount(r.peak_mem_bytes_max), always=True),
     Row("  from the plans", lambda r: "-" if r.model else amount(r.peak_mem_bytes_expected)),
     *(Row(f"  {kind}", partial(_held, kind=kind)) for kind in KINDS),
+    Row("  in the host's memory", lambda r: amount(r.host_bytes or None)),
     Row("  growth of resident memory", lambda r: amount(r.peak_rss_growth_bytes_max)),
 )
 """The rows of a point's table, in the order of a reader's questions: what was asked, how far to trust it, the step,

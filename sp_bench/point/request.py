@@ -282,6 +282,7 @@ def _refuse_measuring(
     here, cores = (launch.ranks_here, launch.cores_here) if launch else (problem.n, cores_here())
     here = 1 if mode.alone else here
     on_cpu = mode.devices.kind == "cpu"
+    workload.refuse_device(mode.devices.kind)
     inputs = problem.chunk_bytes(Q, wire=False) + problem.chunk_bytes(KV, wire=False) if on_cpu else 0
     held = workload.held_bytes(cluster.device, problem) if on_cpu else {}
     refuse_what_does_not_fit(here, {"attention": inputs, **held}, config)

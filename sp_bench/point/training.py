@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 ALONG = "each layer's parameters are gathered, and gradients reduced, beside the layer before it (FSDP)"
 TENSOR = "tensor parallel: each layer's sums of activations over {} consecutive GPUs are hidden by nothing"
 WAITED = "each layer's parameters are gathered, and gradients reduced, while nothing computes (FSDP over gloo)"
+COPIED = "what a layer keeps is copied to the host beside the next layer, and back while nothing computes (offload)"
 FUSED = "matrix products at their best rate or memory speed, elementwise operations once through memory"
 
 
@@ -53,11 +54,22 @@ class Layer:
     dense_s: float
     summed_s: float
     """Sums over tensor-parallel GPUs."""
+    copied_s: float = 0.0
+    """Copies of activations to the host or back that nothing hides."""
 
     @property
     def waits_s(self) -> float:
         """The part of it that neither computes nor waits for its attention or sums: a collective that ends later."""
-        return self.whole_s - self.attention_s - self.dense_s - self.summed_s
+        return self.whole_s - self.attention_s - self.dense_s - self.summed_s - self.copied_s
+
+    def beside_copies(self, copied_s: float) -> Layer:
+        """The layer beside copies, of what the one before it keeps, to the host."""
+        longer_s = max(copied_s - self.whole_s, 0.0)
+        return replace(self, whole_s=self.whole_s + longer_s, copied_s=longer_s)
+
+    def after_copies(self, copied_s: float) -> Layer:
+        """The layer after copies from the host, for which it waits."""
+        return replace(self, whole_s=self.whole_s + copied_s, copied_s=copied_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +88,8 @@ class StepTimes:
     """Sums of gradients, and gathers that nothing hides."""
     summed_s: float
     """Sums of activations over tensor-parallel GPUs."""
+    copied_s: float
+    """Copies of activations to the host and back that nothing hides."""
     computed_s: float
     """All that computes."""
     least_s: float
@@ -128,7 +142,9 @@ def simulate_training(request: Request, cluster: Cluster | None = None) -> Recor
         loss_ms=1e3 * costs.turns * costs.loss_s(),
         gradient_sync_ms=1e3 * times.sync_s,
         tensor_sum_ms=1e3 * times.summed_s,
+        offload_ms=1e3 * times.copied_s,
         optimizer_ms=1e3 * costs.optimizer_s(),
+        host_bytes=costs.host_bytes,
         **{f"{kind}_bytes": size for kind, size in held.items()},
     )
     fields = (
@@ -163,6 +179,7 @@ def simulate_training(request: Request, cluster: Cluster | None = None) -> Recor
     device = request.cluster.device
     fused = [FUSED] if device.elementwise_bytes_per_s == device.memory_bytes_per_s else []
     notes = [*request.notes, *request.cluster.notes(choice.problem), *fused, *along]
+    notes += [COPIED] * costs.training.offload
     notes += [TENSOR.format(degree)] * (degree > 1)
     return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *fields, notes=notes)
 
@@ -216,6 +233,7 @@ def _times(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole
     sums = costs.tensor_sums
     ranks = costs.ranks
     forward = _layer(choice, "forward", parts, ranks, costs.gathered_bytes, 1, (before_s, after_s), (0.0, 2 * sum_s))
+    forward = forward.beside_copies(costs.copied_s)
     backward = _layer(
         choice,
         "backward",
@@ -226,6 +244,7 @@ def _times(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole
         (costs.again_s() + forward.attention_s * full + costs.after_backward_s(), costs.before_backward_s()),
         ((sums["backward"] - 1) * sum_s, sum_s),
     )
+    backward = backward.after_copies(costs.copied_s)
     networks = [part.network(ranks, idle=True) for part in parts]
     first_s = alone_s(networks, ranks, costs.gathered_bytes, ranks - 1)
     outside_s = alone_s(networks, ranks, costs.outside_bytes, 2 * (ranks - 1))
@@ -247,6 +266,7 @@ def _times(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole
         dense_s=dense_s,
         sync_s=sync_s + gathers_s,
         summed_s=times * (forward.summed_s + backward.summed_s) + turns * edge_s,
+        copied_s=times * (forward.copied_s + backward.copied_s),
         computed_s=busy_s + around_s,
         least_s=times * ((1 + full) * forward.least_s + backward.least_s) + around_s,
     )

@@ -369,6 +369,8 @@ class TrainingStep:
     """The number of the model's parameters."""
     recompute: Annotated[str | None, Setting()] = None
     """The part of a layer that the backward computes again: none, attention (all but the attention), full."""
+    offload: Annotated[bool | None, Setting()] = None
+    """Whether what the layers keep for the backward is in the host's memory until then."""
     sharded: Annotated[bool | None, Setting()] = None
     """Whether parameters, gradients and the optimizer's state are split over the ranks."""
     tensor_parallel: Annotated[int | None, Setting()] = None
@@ -392,6 +394,8 @@ class TrainingStep:
     Measured on GPUs: without what the layers' own collectives cost, which is in dense_ms."""
     tensor_sum_ms: float | None = None
     """Simulated: sums of activations over tensor-parallel GPUs, which nothing hides."""
+    offload_ms: float | None = None
+    """Simulated: copies of activations to the host and back, as far as nothing hides them."""
     optimizer_ms: float | None = None
     """The time of the optimizer."""
     parameters_bytes: int | None = None
@@ -409,5 +413,7 @@ class TrainingStep:
     gather, with the buffer that it fills."""
     loss_bytes: int | None = None
     """Simulated: the logits of a chunk of tokens."""
+    host_bytes: int | None = None
+    """Activations in the host's memory, of each GPU; simulated, or measured as copied in a forward."""
     losses: list[float] | None = None
     """Measured: the loss of each complete iteration, untimed ones included."""

@@ -135,6 +135,9 @@ class Workload(ABC):
     def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:  # noqa: B027  # attention runs on all
         """Raise RequestError if the workload can't have such a problem, run in the mode, or call a peer."""
 
+    def refuse_device(self, kind: str) -> None:  # noqa: B027  # attention runs on all
+        """Raise RequestError for what measured ranks on this kind of device, cuda or cpu, can't do."""
+
     def on(self, device: DeviceCosts, problem: Problem) -> Self:
         """The workload on such a device, with what the device's memory decides."""
         return self

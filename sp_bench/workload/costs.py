@@ -151,6 +151,20 @@ class TrainingCosts:
         device = self.device
         return self.crowding * (kernels * device.layer_launch_s + moved_bytes / device.elementwise_bytes_per_s)
 
+    @property
+    def copied_s(self) -> float:
+        """Seconds of copying what one layer keeps to the host, or back; 0 if it stays on the device.
+
+        Raises RequestError where the device's way to its host isn't known.
+        """
+        if not self.training.offload:
+            return 0.0
+        rate = self.device.host_bytes_per_s
+        if rate is None:
+            rule = f"the way from {self.device.name} to its host is not known"
+            raise RequestError("train.offload=true", rule, "cluster.device.host_bytes_per_s=2.5e10 would work")
+        return self.device.layer_launch_s + self._layer_kept_bytes / rate
+
     # Collectives: bytes that each rank sends in a ring
 
     @property
@@ -220,8 +234,25 @@ class TrainingCosts:
             "loss": round(loss if model.kind == "decoder" else 0),
         }
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of activations in the host's memory for a GPU."""
+        return self.training.offload * round(self.model.layers * self._layer_kept_bytes)
+
     def _activation_bytes(self) -> int:
-        """Bytes that the backward keeps from the forward (transformer.Recompute)."""
+        """Bytes on the device that the backward keeps from the forward (transformer.Recompute).
+
+        If the rest is on the host, those of two layers: one is copied while the next computes.
+        """
+        model = self.share
+        last = 3 * model.width  # before and after the last norm, and the gradient that the loss has made
+        head = self._wide * model.outputs * model.width * (model.kind == "decoder")  # its gradient, made with the loss
+        layers = min(2, model.layers) if self.training.offload else model.layers
+        return round(layers * self._layer_kept_bytes + self._element * self._tokens * last + head)
+
+    @property
+    def _layer_kept_bytes(self) -> float:
+        """Bytes that a layer keeps."""
         problem, model = self.problem, self.share
         q, kv = problem.heads * problem.head_dim, problem.kv_heads * problem.head_dim
         lse = DTYPE_BYTES[problem.accumulate_dtype] * problem.heads / self._element
@@ -232,9 +263,7 @@ class TrainingCosts:
             "attention": model.width + attention,
             "none": 4 * model.width + attention + mlp,
         }[self.training.recompute]
-        last = 3 * model.width  # before and after the last norm, and the gradient that the loss has made
-        head = self._wide * model.outputs * model.width * (model.kind == "decoder")  # its gradient, made with the loss
-        return round(self._element * self._tokens * (model.layers * layer + last) + head)
+        return self._element * self._tokens * layer
 
 
 def too_large(costs: TrainingCosts, held: Mapping[str, int]) -> RequestError:
@@ -246,9 +275,10 @@ def too_large(costs: TrainingCosts, held: Mapping[str, int]) -> RequestError:
     kinds = ", ".join(f"{kind} {size / 1e9:.3g}" for kind, size in sorted(held.items(), key=lambda x: -x[1]) if size)
     rule = f"a rank needs {need / 1e9:.4g} GB and {device.name} has {have / 1e9:.4g}: {(need - have) / 1e9:.3g} GB are "
     rule += f"missing. In GB: {kinds}"
-    recompute, shorter = costs.training.recompute, "a shorter seqlen, or more GPUs,"
+    shorter, more = "a shorter seqlen, or more GPUs,", ["train.recompute=full"] * (costs.training.recompute != "full")
+    more += ["train.offload=true"] * (not costs.training.offload and costs.device.host_bytes_per_s is not None)
     would_work = {
-        "activations": shorter if recompute == "full" else "a shorter seqlen, more GPUs, or train.recompute=full",
+        "activations": f"a shorter seqlen, more GPUs, or {' or '.join(more)}" if more else shorter,
         "attention": shorter,
         "gathered": "a smaller model",
         "loss": "a smaller train.loss_chunk",

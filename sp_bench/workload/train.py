@@ -95,6 +95,12 @@ class Train(Workload):
             rule = f"executes attention, not workload={self.name}"
             raise RequestError("mode=alone", rule, "mode=measure would work")
 
+    def refuse_device(self, kind: str) -> None:
+        """Raise RequestError for what ranks on this kind of device can't do."""
+        if self.training.offload and kind == "cpu":
+            rule = "ranks on CPUs keep activations in the host's memory anyway"
+            raise RequestError("train.offload=true", rule, "train.offload=false would work")
+
     def on(self, device: DeviceCosts, problem: Problem) -> Self:
         """With parameters split if it says so, or doesn't say and they wouldn't fit the device's memory."""
         asked, memory_bytes = self.training.parameters, device.memory_bytes
@@ -155,6 +161,7 @@ class Train(Workload):
             model=self.model.name,
             parameters=self.model.parameters(replace(problem, **heads)),
             recompute=self.training.recompute,
+            offload=self.training.offload,
             sharded=self.sharded,
             tensor_parallel=degree,
             data_parallel=self.groups,

@@ -32,6 +32,8 @@ class Training(Section, frozen=True, kw_only=True):
 
     recompute: Literal["none", "attention", "full"]
     """The part of a layer that the backward computes again (transformer.Recompute)."""
+    offload: bool = False
+    """Whether what the layers keep for the backward is in the host's memory until then."""
     parameters: Literal["auto", "replicated", "sharded"]
     """sharded: parameters, gradients and moments are split over all ranks (FSDP). auto: only where they don't fit."""
     tensor_parallel: Count = 1
@@ -56,8 +58,8 @@ def sent_otherwise(
     """Bytes each rank sends to sum the gradients and the loss, by a ring: 2 (n - 1) / n of them.
 
     `share` is what a GPU has of the model, and n the ranks of all data-parallel `groups`. Where parameters are split:
-    to gather each layer's, forward and backward, and those outside the layers once, n - 1 times a rank's shard; the same
-    to reduce gradients, once each; and for the norm.
+    to gather each layer's, forward and backward, and those outside the layers once, n - 1 times a rank's shard; the
+    same to reduce gradients, once each; and for the norm.
     """
     n, wide = problem.n * groups, DTYPE_BYTES[problem.accumulate_dtype]
     if n == 1:

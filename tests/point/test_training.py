@@ -104,8 +104,12 @@ def test_what_does_not_fit_is_refused_with_what_is_missing() -> None:
         step("method=ring", "gpus=8", "seqlen=8M")
     with pytest.raises(RequestError, match="optimizer 64.2.*train.parameters=sharded on more GPUs would work"):
         step("method=ring", "gpus=8", "seqlen=8k", "train.parameters=replicated")
-    with pytest.raises(RequestError, match="In GB: activations .*; a shorter seqlen, or more GPUs, would work"):
-        step("method=ring", "gpus=8", "seqlen=16M", "train.recompute=full")
+    full = ("method=ring", "gpus=8", "seqlen=16M", "train.recompute=full")
+    works = "In GB: activations .*; a shorter seqlen, more GPUs, or train.offload=true would work"
+    with pytest.raises(RequestError, match=works):
+        step(*full)
+    with pytest.raises(RequestError, match="In GB: .*; a shorter seqlen, or more GPUs, would work"):
+        step(*full, "train.offload=true")
 
 
 def test_a_measured_step_that_does_not_fit_is_refused_before_a_rank_starts() -> None:

@@ -23,6 +23,7 @@ TRAINING = (*POINT, "model=tiny", "head_dim=128")
 OTHERWISE: dict[str, str] = {
     "gpus": "4", "seqlen": "2k", "batch": "2", "heads": "8", "kv_heads": "2", "head_dim": "64", "mask": "full",
     "causal": "false", "dtype": "float16", "wire_dtype": "float32", "phase": "forward", "train.recompute": "none",
+    "train.offload": "true",
     "train.parameters": "sharded", "train.tensor_parallel": "2", "train.data_parallel": "2",
     "train.batch_tokens": "8k", "train.linears": "float8", "train.loss_chunk": "64",
     "train.learning_rate": "0.5", "train.task": "copy", "alone": "[1]", "device": "cpu", "nccl": "{P2P_DISABLE: 1}",
