@@ -55,9 +55,7 @@ class DeviceSection(Section, frozen=True, kw_only=True):
     """Bytes/s of what a layer does element by element; None: memory_bytes_per_s."""
     layer_launch_s: Annotated[NotNegative, figure(0, 1e-1, "seconds of each kernel")] | None = None
     """Seconds of a kernel's launch in a layer, outside its attention; None: launch_s."""
-    host_bytes_per_s: Annotated[Positive, figure(1e9, 1e12, "bytes/s from a GPU to its host")] | None = (
-        None
-    )
+    host_bytes_per_s: Annotated[Positive, figure(1e9, 1e12, "bytes/s from a GPU to its host")] | None = None
     """Bytes/s of copies to pinned memory of the host, or from it, of each GPU while all copy; None: not known."""
     transfer_slowdown: Annotated[NotNegative, figure(0, 3, "times a kernel's time beside transfers, in addition")] = 0.0
 
