@@ -29,6 +29,15 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "attention", "ga
 """The kinds of memory of a training step."""
 
 
+def _divided(record: Record) -> str:
+    """The degrees of a training step whose ranks don't all share one sequence, in words; otherwise empty."""
+    data, tensor, turns = record.data_parallel or 1, record.tensor_parallel or 1, record.turns or 1
+    if data * tensor * turns == 1:
+        return ""
+    times = f", {turns} turns a step" if turns > 1 else ""
+    return f"CP {record.gpus // (data * tensor)} x DP {data} x TP {tensor}{times}"
+
+
 def _errors(record: Record) -> str:
     return _together(record.err_out, record.err_dq, record.err_dk, record.err_dv) or "-"
 
@@ -120,6 +129,7 @@ class Row(NamedTuple):
 
 ROWS = (
     Row("layout, variant", lambda r: f"{r.layout}, {variant(r)}", always=True),
+    Row("GPUs divided", lambda r: _divided(r) or "-"),
     Row(
         "documents", lambda r: f"{r.documents:,}, the longest of {r.longest_document:,} tokens" if r.documents else "-"
     ),

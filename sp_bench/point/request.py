@@ -299,6 +299,8 @@ def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
     """
     if config["seqlen"] == "max":
         kind = workload_named(str(config["workload"]))
+        if config["train"].get("data_parallel") == "auto":
+            config = {**config, "train": {**config["train"], "data_parallel": 1}}
         ranks = read(Count, config["gpus"], "gpus") // (kind.tensor_parallel(config) * kind.data_parallel(config))
         config = {**config, "seqlen": LEAST_STEP * max(ranks, 1)}
     measured = config["mode"] == "auto" and config["cluster"].get("this_machine") is True

@@ -116,6 +116,11 @@ def simulate_training(request: Request, cluster: Cluster | None = None) -> Recor
     Slow ranks are refused: only the attention's model knows them. With a `cluster`, the plans that the request's own
     chooses are simulated on that one.
     """
+    return simulate_chosen(request, cluster)[0]
+
+
+def simulate_chosen(request: Request, cluster: Cluster | None = None) -> tuple[Record, Choice]:
+    """The same record, and the variant of the attention that was chosen."""
     costs = _costs(request)
     _refuse(request)
     held = costs.held_bytes()
@@ -181,7 +186,7 @@ def simulate_training(request: Request, cluster: Cluster | None = None) -> Recor
     notes = [*request.notes, *request.cluster.notes(choice.problem), *fused, *along]
     notes += [COPIED] * costs.training.offload
     notes += [TENSOR.format(degree)] * (degree > 1)
-    return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *fields, notes=notes)
+    return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *fields, notes=notes), choice
 
 
 def least_compute_s(request: Request) -> float:
