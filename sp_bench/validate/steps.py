@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+import numpy as np
+
 from sp_bench import markdown
 from sp_bench.cli.arguments import only_keys, run_command, writable_folder
 from sp_bench.cli.compose import Composer
@@ -181,10 +183,11 @@ def backing(found: pd.DataFrame) -> list[Backing]:
     rows: dict[Kind, Backing] = {}
     for kinds, steps_of in found.groupby(["mask", "transfers", "links", "implementation"]):
         mask, transfers, links, implementation = map(str, cast(tuple, kinds))
-        kind, off = Kind(Train.name, mask, transfers, links), steps_of["error_left_out"].abs()
+        kind = Kind(Train.name, mask, transfers, links)
+        off = np.abs(steps_of["error_left_out"].to_numpy(float))
         if len(off) < max(LEAST, rows[kind].points + 1 if kind in rows else 0):
             continue
         figures = {f"{r['cluster']} ({r['kernel']})": r["figures"] for r in steps_of.to_dict("records")}
-        median, two_of_three = (round(float(off.quantile(part)), 4) for part in (0.5, 2 / 3))
+        median, two_of_three = (round(float(np.quantile(off, part)), 4) for part in (0.5, 2 / 3))
         rows[kind] = Backing(kind, median, two_of_three, len(off), implementation, figures)
     return [rows[kind] for kind in sorted(rows)]

@@ -47,7 +47,7 @@ class Train(Workload):
     training: Training
     sharded: bool = False
     """Whether parameters, gradients and moments are split over all ranks (`on`)."""
-    turns: int = 1
+    in_turn: int = 1
     """How often a rank computes forward and backward in a step (`on`)."""
 
     @classmethod
@@ -107,7 +107,7 @@ class Train(Workload):
         states = (2 + MOMENTS) * DTYPE_BYTES[problem.accumulate_dtype] * self.share.parameters(problem)
         sharded = asked == "sharded" or (asked == "auto" and memory_bytes is not None and memory_bytes < states)
         turns = (self.training.batch_tokens or self._turn_tokens(problem)) // self._turn_tokens(problem)
-        return replace(self, sharded=sharded and problem.n * self.groups > 1, turns=turns)
+        return replace(self, sharded=sharded and problem.n * self.groups > 1, in_turn=turns)
 
     def _turn_tokens(self, problem: Problem) -> int:
         """Tokens that all groups compute at one time."""
@@ -127,6 +127,11 @@ class Train(Workload):
     def groups(self) -> int:
         """The number of data-parallel groups."""
         return self.training.data_parallel
+
+    @property
+    def turns(self) -> int:
+        """How often a rank computes forward and backward in a step."""
+        return self.in_turn
 
     @cached_property
     def share(self) -> Model:
