@@ -107,7 +107,8 @@ def heading(found: Answer) -> list[str]:
     first, record = found.feasible[0], found.feasible[0].record
     mask = f"{record.mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
     heads = f"{record.heads} heads ({record.kv_heads} of keys) of {record.head_dim}"
-    asked = f"One attention of {record.seqlen:,} tokens, batch {record.batch}, {heads}, {mask}"
+    tokens = f"{record.seqlen:,} tokens" + (f" that see {record.kv_seqlen:,} keys" if record.kv_seqlen else "")
+    asked = f"One attention of {tokens}, batch {record.batch}, {heads}, {mask}"
     lines = [f"{asked}, on {record.gpus} GPUs of {record.cluster}. All times are simulated.", ""]
     tied = found.tied
     if not first.time.backed:

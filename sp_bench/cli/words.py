@@ -35,7 +35,7 @@ def title(record: Record) -> str:
         ranks = f"rank{'s' * (len(record.alone_ranks) > 1)} {', '.join(map(str, record.alone_ranks))} of {ranks}, alone"
     model = f"{name}, " if (name := model_in_words(vars(record))) else ""
     return (
-        f"{model}{ranks} on {record.cluster}, seqlen {tokens(record.seqlen)}, batch {record.batch}, {heads} of "
+        f"{model}{ranks} on {record.cluster}, seqlen {lengths(record)}, batch {record.batch}, {heads} of "
         f"{record.head_dim}, {record.mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
     )
 
@@ -46,6 +46,11 @@ def shape(record: Record) -> str:
     batch = f"{record.batch}x" if record.batch > 1 else ""
     dtype = record.dtype.replace("bfloat", "bf").replace("float", "fp")
     return f"{batch}{record.heads}{kv}x{record.head_dim} {record.mask} {dtype}"
+
+
+def lengths(record: Record) -> str:
+    """The tokens of a sequence, and its keys if there are others, such as `8k, 128k keys`."""
+    return tokens(record.seqlen) + (f", {tokens(record.kv_seqlen)} keys" if record.kv_seqlen else "")
 
 
 def tokens(seqlen: int) -> str:

@@ -181,9 +181,9 @@ class DeviceCosts:
             notes.append(f"the kernel rates of {self.name} are assumptions, at least in part")
         if isinstance(problem.blocks, PackBlocks):
             notes.append(self._pack_note(problem.blocks, table.smallest))
-        elif problem.block_tokens < table.smallest:
+        elif (tokens := min(problem.queries.largest, problem.keys.largest)) < table.smallest:
             notes.append(
-                f"blocks of {problem.block_tokens} tokens are below the smallest of the kernel figures "
+                f"blocks of {tokens} tokens are below the smallest of the kernel figures "
                 f"({table.smallest}); their rate is taken to be that one's, which is too fast"
             )
         return notes

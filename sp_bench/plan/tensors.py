@@ -29,8 +29,8 @@ class Field:
 
     name: str
     kind: Kind
-    kv: bool = False
-    """Whether it has kv_heads heads; otherwise it has heads."""
+    of_keys: bool = False
+    """Whether it has a row for each key, of kv_heads heads; otherwise one for each query, of all heads."""
     by_heads: bool = False
     """Whether it has one rank's heads of all tokens of a layout chunk that ranks share."""
 
@@ -97,8 +97,8 @@ class Tensor:
 
 _Q, _OUT, _DOUT = (Field(name, Kind.COMPUTE) for name in ("q", "out", "dout"))
 _LSE, _DELTA = (Field(name, Kind.STATISTIC) for name in ("lse", "delta"))
-_K, _V = (Field(name, Kind.COMPUTE, kv=True) for name in ("k", "v"))
-_DK, _DV = (Field(name, Kind.PARTIAL, kv=True) for name in ("dk", "dv"))
+_K, _V = (Field(name, Kind.COMPUTE, of_keys=True) for name in ("k", "v"))
+_DK, _DV = (Field(name, Kind.PARTIAL, of_keys=True) for name in ("dk", "dv"))
 
 Q = Tensor("q", (_Q,), Role.OPERAND)
 KV = Tensor("kv", (_K, _V), Role.OPERAND, of_keys=True)

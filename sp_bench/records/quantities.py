@@ -30,6 +30,9 @@ class Asked:
     """The number of GPUs, which is that of ranks times train.tensor_parallel."""
     seqlen: Annotated[int, Setting("sequence length", words="tokens")]
     """Tokens of the whole sequence."""
+    kv_seqlen: Annotated[int | None, Setting("keys", words="tokens")] = None
+    """Keys of the whole sequence, if there are others than queries: with a causal mask a history and then the queries'
+    own tokens, with a full one those of another sequence. None: as many as queries."""
     batch: Annotated[int, Setting("batch")]
     """The number of sequences."""
     heads: Annotated[int, Setting("query heads")]

@@ -71,8 +71,10 @@ def _pairs(record: Record) -> float | None:
     """(query, key) pairs of one head of one sequence, as MFU counts them."""
     seqlen, config = record.seqlen, record.config or {}
     left, right = record.window or (None, None)
-    if record.mask in ("causal", "full"):
-        return seqlen**2 * (0.5 if record.mask == "causal" else 1.0)
+    if record.mask == "full":
+        return seqlen * (record.kv_seqlen or seqlen)
+    if record.mask == "causal":
+        return seqlen * ((record.kv_seqlen or seqlen) - seqlen) + 0.5 * seqlen**2
     if record.mask == Window.name:
         return Window((seqlen,), record.causal, left, right).pairs(seqlen)
     if record.mask == Chunked.name:

@@ -171,7 +171,7 @@ class Engine:
         """The tensors, with all heads, that the slices of results are views of."""
         found = {}
         for tensor in dict.fromkeys(chunk.tensor for chunk in plan.outputs if chunk in self._views(plan)):
-            tokens, whole = self.problem.tokens(self._rank), self.problem.in_one_slice
+            tokens, whole = self.problem.shards_of(tensor).tokens(self._rank), self.problem.in_one_slice
             shapes = [whole.field_shape(field, tokens) for field in tensor.fields]
             dtype = getattr(torch, self.problem.dtype)
             found[tensor] = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
