@@ -170,7 +170,7 @@ def planned(record: Record, phase: str) -> tuple[Plan, Problem, Cluster]:
 
 
 def _problem(record: Record) -> Problem:
-    keys = ("seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim", "dtype", "wire_dtype")
+    keys = ("seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "wire_dtype")
     mask = mask_of(record.config or {}, record.seqlen, record.seed or 0)
     return Problem(
         n=record.gpus, mask=mask, layout=mask.layout(record.layout or ""), **{key: getattr(record, key) for key in keys}

@@ -27,7 +27,6 @@ from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.plan.tensors import DKV, DO, DQ, KV, OUT, Kind, O, Q, Tensor, named
 from sp_bench.plan.transfers import messages, peers
 
-BACKWARD_OVER_FORWARD = 2.5
 """Backward FLOPs over forward FLOPs: five matrix products against two."""
 
 
@@ -163,7 +162,7 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
         per_row = q + min(payload_bytes(O.by_heads), payload_bytes(OUT.by_heads)) / split
         per_column = kv
     else:
-        per_row = (1 if kept else 2) * q + payload_bytes(DQ.by_heads) / split
+        per_row = (0 if kept else q) + (payload_bytes(DO.by_heads) + payload_bytes(DQ.by_heads)) / split
         per_column = payload_bytes(DKV.by_heads) / split + (0 if kept else kv)
     if isinstance(problem.blocks, PackBlocks):
         tokens = problem.seqlen / problem.n  # a pack has as many keys
@@ -227,10 +226,12 @@ def least_bytes(problem: Problem, phase: str) -> float | None:
 def model_flops(problem: Problem, phase: str) -> float:
     """FLOPs of the whole attention for MFU: 4 B N^2 H D forward, half of that if causal; backward 2.5 times as many.
 
-    Of a history of P keys, every query sees all: 4 B N P H D more.
+    Of a history of P keys, every query sees all: 4 B N P H D more. Forward one of the two matrix products is of values,
+    which may be narrower, backward two of five.
     """
-    forward = 4.0 * problem.batch * problem.pairs * problem.heads * problem.head_dim
-    return forward if phase == "forward" else forward * BACKWARD_OVER_FORWARD
+    of_keys, of_values = (1, 1) if phase == "forward" else (3, 2)
+    width = of_keys * problem.head_dim + of_values * problem.value_dim
+    return 2.0 * problem.batch * problem.pairs * problem.heads * width
 
 
 def pairs(plan: Plan, problem: Problem) -> np.ndarray:

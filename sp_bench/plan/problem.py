@@ -34,6 +34,10 @@ class Problem:
     heads: int
     kv_heads: int
     head_dim: int
+    """Elements of a head of queries and keys."""
+    v_head_dim: int | None = None
+    """Elements of a head of values and outputs if they are fewer, as in multi-head latent attention (DeepSeek-V2, Liu
+    et al. 2024, section 2.1); `value_dim` is their number in any case."""
     batch: int = 1
     mask: Mask = CAUSAL
     dtype: str = "bfloat16"
@@ -49,7 +53,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_seqlen", None if self.kv_seqlen == self.seqlen else self.kv_seqlen)
-        for key in ("n", "seqlen", "kv_seqlen", "heads", "kv_heads", "head_dim", "batch"):
+        object.__setattr__(self, "v_head_dim", None if self.v_head_dim == self.head_dim else self.v_head_dim)
+        for key in ("n", "seqlen", "kv_seqlen", "heads", "kv_heads", "head_dim", "v_head_dim", "batch"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 name = "gpus" if key == "n" else key
                 raise RequestError(f"{name}={getattr(self, key)}", "must be at least 1", f"{name}=1 would work")
@@ -65,6 +70,9 @@ class Problem:
                 f"must divide heads={self.heads} (each key head serves the same number of query heads)",
                 f"one of {', '.join(map(str, divisors))} would work",
             )
+        if self.value_dim > self.head_dim:
+            rule = f"kernels pad values to the width of keys, head_dim={self.head_dim}"
+            raise RequestError(f"v_head_dim={self.v_head_dim}", rule, f"v_head_dim={self.head_dim} or less would work")
         self.mask.refuse(self.seqlen, self.kv_seqlen)
         self.queries.refuse()
         self.keys.refuse("kv_seqlen")
@@ -82,9 +90,20 @@ class Problem:
         return Shards.of(self.layout, self.n, self.kv_seqlen or self.seqlen, self.history)
 
     @property
+    def value_dim(self) -> int:
+        """Elements of a head of values and outputs."""
+        return self.v_head_dim or self.head_dim
+
+    def width(self, field: Field) -> int:
+        """Elements of a head of a field."""
+        return self.value_dim if field.of_values else self.head_dim
+
+    @property
     def measured_as(self) -> str:
         """The class of problems whose measurements say how far simulations of this one are off (point.backing)."""
-        return "other keys than queries" if self.kv_seqlen else self.mask.measured_as
+        apart = ["other keys than queries"] if self.kv_seqlen else []
+        apart += ["narrow values"] if self.v_head_dim else []
+        return ", ".join(apart) or self.mask.measured_as
 
     @property
     def history(self) -> int:
@@ -168,11 +187,11 @@ class Problem:
         heads = self.field_heads(field)
         if field.kind is Kind.STATISTIC:
             return (self.batch, heads, tokens)
-        return (self.batch, tokens, heads, self.head_dim)
+        return (self.batch, tokens, heads, self.width(field))
 
     def token_bytes(self, field: Field, *, wire: bool, summed: bool = True) -> int:
         """Bytes of one token of a field of a chunk, summed over batch entries."""
-        elements = self.batch * self.field_heads(field) * (1 if field.kind is Kind.STATISTIC else self.head_dim)
+        elements = self.batch * self.field_heads(field) * (1 if field.kind is Kind.STATISTIC else self.width(field))
         return elements * DTYPE_BYTES[self.field_dtype(field, wire=wire, summed=summed)]
 
     def field_bytes(self, field: Field, *, wire: bool, summed: bool = True) -> int:

@@ -20,7 +20,7 @@ from sp_bench.workload import WORKLOADS, Workload, workload_named
 
 NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", "trace")
 """Keys that don't affect a point's numbers, and so are left out of its run_id."""
-SHAPE = ("seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim")
+SHAPE = ("seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim", "v_head_dim")
 """Fields of a problem that have the same names in a config and in a record."""
 
 
@@ -34,6 +34,7 @@ class Values(Section, frozen=True, kw_only=True):
     heads: Count
     kv_heads: Count
     head_dim: Count
+    v_head_dim: Count | None
     trace: Natural
     iters: Count
     warmup: Natural
@@ -44,13 +45,14 @@ class Values(Section, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Those of a config, with kv_heads filled in, and without a kv_seqlen that is seqlen.
+        """Those of a config, with kv_heads filled in, and without a kv_seqlen or v_head_dim that says nothing new.
 
         Raises RequestError for an invalid one.
         """
         given = {key: config[key] for key in cls.__struct_fields__}
         found = read(cls, given | {"kv_heads": given["heads"] if given["kv_heads"] is None else given["kv_heads"]})
-        return structs.replace(found, kv_seqlen=None) if found.kv_seqlen == found.seqlen else found
+        alike = {"kv_seqlen": found.seqlen, "v_head_dim": found.head_dim}
+        return structs.replace(found, **{key: None for key, usual in alike.items() if getattr(found, key) == usual})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,8 @@ class Asked:
     """The number of key heads."""
     head_dim: Annotated[int, Setting("head dimension")]
     """Elements of a head."""
+    v_head_dim: Annotated[int | None, Setting("value dimension")] = None
+    """Elements of a head of values and outputs, if they are fewer than those of queries and keys."""
     mask: Annotated[str, Setting("mask")] = ""
     """The name of the attention mask. Files without it get causal or full, by `causal`."""
     causal: Annotated[bool, Setting()]

@@ -173,6 +173,8 @@ class SequenceParallelAttention(torch.nn.Module):
     ) -> Tensor:
         """Attention output of this rank's queries: q (B, S, H, D), k and v (B, S, kv_heads, D) -> (B, S, H, D).
 
+        Values may have fewer elements a head than keys, and the output then has as many as they. Scores are scaled by
+        1 / sqrt(D), the D of keys.
         `seqlen` is the global length, by default S * n or that of the documents; pass it if n doesn't divide it.
         `kv_seqlen` is that of keys, history included, by default seqlen or, for more or fewer keys than queries on a
         rank, as many on each.
@@ -281,7 +283,7 @@ class SequenceParallelAttention(torch.nn.Module):
         assert problem is not None
         plans = _proven(method, problem, self.costs)
         group = (self.group or dist.group.WORLD) if self.n > 1 else None
-        kernel = choose(self.kernel, q.device.type, problem.dtype, problem.head_dim)
+        kernel = choose(self.kernel, q.device.type, problem.dtype, problem.head_dim, problem.v_head_dim)
         shares = share(kernel, plans, q.device)
         transport = transport_for(group, q.device, plans, shares.lane_ctas if shares else None, number)
         return Engine(
@@ -304,10 +306,10 @@ class SequenceParallelAttention(torch.nn.Module):
                 "must be of one dtype and on one device",
                 f"{q.dtype} on {q.device} for all would work",
             )
-        if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
             raise RequestError(
                 f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
-                "k and v must be alike, and like q but for the numbers of tokens and heads",
+                "k must be like q but for the numbers of tokens and heads, and v like k but for the elements of a head",
                 "(B, S, heads, D), (B, S, kv_heads, D), (B, S, kv_heads, D) would work",
             )
         if self._heads[0] and (q.shape[2], k.shape[2]) != self._heads:
@@ -328,6 +330,7 @@ class SequenceParallelAttention(torch.nn.Module):
             heads=q.shape[2],
             kv_heads=k.shape[2],
             head_dim=q.shape[3],
+            v_head_dim=v.shape[3],
             mask=self.mask,
             dtype=str(q.dtype).removeprefix("torch."),
             wire_dtype=self.wire_dtype,
@@ -353,5 +356,5 @@ def _in_words(problem: Problem | None) -> str:
         documents = f", {len(mask.lengths)} documents ({sizes})"
     names = ("seqlen", "batch", "heads", "kv_heads", "head_dim", "dtype")
     told = ", ".join(f"{name}={getattr(problem, name)}" for name in names)
-    keys = f", kv_seqlen={problem.kv_seqlen}" if problem.kv_seqlen else ""
-    return f"{told}{keys}, mask={mask.name}{documents}"
+    more = (f", {name}={value}" for name in ("kv_seqlen", "v_head_dim") if (value := getattr(problem, name)))
+    return f"{told}{''.join(more)}, mask={mask.name}{documents}"

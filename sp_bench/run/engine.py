@@ -59,7 +59,9 @@ class Engine:
         """
         self.plans, self.problem, self.shares, self.words, self._timed = plans, problem, shares, words, timed
         chosen = isinstance(kernel, BlockKernel)
-        self.kernel = kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim)
+        self.kernel = (
+            kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim, problem.v_head_dim)
+        )
         self.transport = transport or GlooTransport(None)
         self._rank, self._device = rank, device
         lent = arena is not None and not self.transport.makes_memory

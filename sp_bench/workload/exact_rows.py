@@ -162,9 +162,8 @@ def errors_of_rows(
         worst = int((each / (UNIT_ROUNDOFF[problem.dtype] * possible).clamp_min(usual)).argmax())
         worst_head[name], worst_rounding[name] = float(each[worst]), float(possible[worst])
     elements = totals[2]
-    of_queries, of_keys = (
-        int(elements[pair].max(0).values.sum()) // problem.head_dim for pair in (slice(2), slice(2, 4))
-    )
+    rows = elements / torch.tensor([problem.value_dim, problem.head_dim, problem.head_dim, problem.value_dim])[:, None]
+    of_queries, of_keys = (int(rows[pair].max(0).values.sum()) for pair in (slice(2), slice(2, 4)))
     return GateErrors(
         overall=overall,
         worst_head=worst_head,
@@ -216,7 +215,7 @@ class _Unit:
         """This rank's queries, by their place in the sequence of queries."""
         self.owned = key_positions(problem, context.rank)
         """This rank's keys, by position."""
-        self.seen, self.scale = seen, 1 / math.sqrt(problem.head_dim)
+        self.seen, self.scale, self.value_dim = seen, 1 / math.sqrt(problem.head_dim), problem.value_dim
         self.keys = sample.keys if unit in sample.key_units else sample.keys[:0]
         self._q, self._dout = q, dout
         self._k, self._v = (self._whole(x, problem) for x in (k, v))
@@ -296,6 +295,7 @@ def _compare_keys(unit: _Unit, found: Mapping[str, Tensor], totals: Tensor, of_k
     for name, exact, variance in zip(("dk", "dv"), of_keys[:2, at], of_keys[2:, at], strict=True):
         if name in found:
             mine = found[name][unit.entry, :, unit.kv_head]
+            exact, variance = exact[:, : mine.shape[1]], variance[:, : mine.shape[1]]
             _add(unit, totals[:, NAMES.index(name), unit.kv_head], mine, exact, variance + exact.square())
 
 
@@ -343,9 +343,9 @@ def _rows(
         ds = (dout @ v.T).sub_(delta).mul_(p).mul_(scale)
         p2 = p.square()
         of_keys[0, some] += (ds.T @ q).double().cpu()
-        of_keys[1, some] += (p.T @ dout).double().cpu()
+        of_keys[1, some, : v.shape[1]] += (p.T @ dout).double().cpu()
         of_keys[2, some] += ((ds.square() + p2 * delta2).T @ q.square()).double().cpu()
-        of_keys[3, some] += (p2.T @ dout.square()).double().cpu()
+        of_keys[3, some, : v.shape[1]] += (p2.T @ dout.square()).double().cpu()
     return found
 
 
@@ -355,7 +355,7 @@ def _attended(unit: _Unit, q: Tensor, places: Tensor) -> tuple[Tensor, Tensor, T
     The softmax is taken block by block, with sums scaled to the largest score so far.
     """
     most, total = q.new_full((len(q), 1), -math.inf), q.new_zeros(len(q), 1)
-    out, of_out = torch.zeros_like(q), torch.zeros_like(q)
+    out, of_out = (q.new_zeros(len(q), unit.value_dim) for _ in range(2))
     for keys in unit.key_blocks(places):
         scores, _, v = unit.scores(q, places, keys)
         before, most = most, torch.maximum(most, scores.amax(1, keepdim=True))

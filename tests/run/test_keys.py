@@ -1,4 +1,4 @@
-"""Exactness with more or fewer keys than queries: a history before them, and cross-attention."""
+"""Exactness with keys unlike queries: more or fewer of them, and values that are narrower than keys."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from sp_bench.methods import REGISTRY
+from sp_bench.plan.documents import Documents
 from tests.run.matrix import DTYPES, assert_exact, everything
 from tests.support.attention_cases import Case, of_each_method, of_one_batch_entry
 from tests.support.marks import exhaustive
@@ -47,6 +48,28 @@ def test_each_method(ranks: Ranks) -> None:
 def test_every_variant(ranks: Ranks, n: int) -> None:
     cases = with_other_keys(everything(n))
     assert_exact(ranks, cases if n != 3 else of_each_method(cases, 8, turn=1))
+
+
+def with_narrow_values(cases: Iterable[Case]) -> list[Case]:
+    """The cases on a layout of theirs, or with documents, with values of 8, 4 or 12 elements for keys of 16."""
+    found = []
+    for i, case in enumerate(cases):
+        layouts, packed = REGISTRY[case.method].layouts, i % 4 == 3
+        pack = Documents((case.seqlen // 3, case.seqlen - case.seqlen // 3), i % 8 == 3) if packed else None
+        layout = "auto" if packed else layouts[i % len(layouts)]
+        shape = {"layout": layout, "causal": i % 3 > 0, "dtype": DTYPES[i // 2 % 3], "pack": pack}
+        found.append(replace(case, **shape, v_head_dim=(8, 4, 12)[i % 3]))
+    return found + of_one_batch_entry(found)
+
+
+@pytest.mark.parametrize("n", [2, exhaustive(4)])
+def test_narrow_values(ranks: Ranks, n: int) -> None:
+    assert_exact(ranks, of_each_method(with_narrow_values(everything(n)), 5))
+
+
+def test_narrow_values_and_a_history(ranks: Ranks) -> None:
+    cases = of_each_method(with_other_keys(everything(3)), 2, turn=3)
+    assert_exact(ranks, [replace(case, v_head_dim=8) for case in cases])
 
 
 def test_uneven_queries(ranks: Ranks) -> None:

@@ -148,6 +148,7 @@ def cases_of(problem: Problem) -> list[Case]:
             wire_dtype=problem.wire_dtype,
             tokens=2,
             kv_seqlen=problem.kv_seqlen,
+            v_head_dim=problem.v_head_dim,
         )
         for method in all_methods(problem)
     ]
@@ -158,12 +159,13 @@ def test_every_rank_sends_what_the_plan_says(ranks: Ranks, n: int, every: bool) 
     """By lane, tensor and field; and on average the closed form that the records carry. Of n = 9 what has a side of 3.
 
     Trimmed rows and key heads that go to several ranks are among it, and wires wider and narrower than the dtype; also
-    behind a history that ranks don't share evenly, and between two sequences.
+    behind a history that ranks don't share evenly, between two sequences, and with narrow values.
     """
     trimmed = replace(splittable_problem(n, "zigzag"), dtype="bfloat16", wire_dtype="float32")
     replicated = replace(splittable_problem(n, causal=False), kv_heads=1, dtype="float32", wire_dtype="bfloat16")
     behind, crossed = replace(trimmed, kv_seqlen=5 * n + 2), replace(replicated, kv_seqlen=5 * n + 1)
-    groups = [cases_of(problem) for problem in (trimmed, replicated, behind, crossed)]
+    narrow = replace(trimmed, head_dim=HEAD_DIM, v_head_dim=HEAD_DIM // 4)
+    groups = [cases_of(problem) for problem in (trimmed, replicated, behind, crossed, narrow)]
     cases = [case for i, of in enumerate(groups) for case in (of if every else of_each_method(of, turn=i))]
     if n == 9:
         cases = [case for case in cases if {3, (3, 3)} & {*dict(case.options).values()}]
