@@ -36,7 +36,7 @@ from sp_bench.advise.flags import FRAMEWORKS, settings
 from sp_bench.advise.workers import workers
 from sp_bench.cli.arguments import flag, run_command
 from sp_bench.cli.columns import make_console, print_columns
-from sp_bench.cli.words import amount, over_least
+from sp_bench.cli.words import amount, over_least, widths
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.point.unread import unread
@@ -135,8 +135,9 @@ def heading(found: Answer) -> list[str]:
     """The request, the answer, and the figures that it is by."""
     first, record = found.feasible[0], found.feasible[0].record
     mask = f"{record.mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
-    heads = f"{record.heads} heads ({record.kv_heads} of keys) of {record.head_dim}"
-    asked = f"One attention of {record.seqlen:,} tokens, batch {record.batch}, {heads}, {mask}"
+    heads = f"{record.heads} heads ({record.kv_heads} of keys) of {widths(record)}"
+    tokens = f"{record.seqlen:,} tokens" + (f" that see {record.kv_seqlen:,} keys" if record.kv_seqlen else "")
+    asked = f"One attention of {tokens}, batch {record.batch}, {heads}, {mask}"
     lines = [f"{asked}, on {record.gpus} GPUs of {record.cluster}. All times are simulated.", ""]
     tied = found.tied
     if not first.time.backed:

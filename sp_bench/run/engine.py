@@ -59,7 +59,9 @@ class Engine:
         """
         self.plans, self.problem, self.shares, self.words, self._timed = plans, problem, shares, words, timed
         chosen = isinstance(kernel, BlockKernel)
-        self.kernel = kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim)
+        self.kernel = (
+            kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim, problem.v_head_dim)
+        )
         self.transport = transport or GlooTransport(None)
         self._rank, self._device = rank, device
         lent = arena is not None and not self.transport.makes_memory
@@ -171,7 +173,7 @@ class Engine:
         """The tensors, with all heads, that the slices of results are views of."""
         found = {}
         for tensor in dict.fromkeys(chunk.tensor for chunk in plan.outputs if chunk in self._views(plan)):
-            tokens, whole = self.problem.tokens(self._rank), self.problem.in_one_slice
+            tokens, whole = self.problem.shards_of(tensor).tokens(self._rank), self.problem.in_one_slice
             shapes = [whole.field_shape(field, tokens) for field in tensor.fields]
             dtype = getattr(torch, self.problem.dtype)
             found[tensor] = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)

@@ -117,7 +117,7 @@ class BlockCosts:
             total_s = 0.0
             for chunk in (chunk for chunk in op.writes if regions and not chunk.index):
                 runs = [region.kv if chunk.tensor.of_keys else region.q for region in regions]
-                share = rows_in(runs) / problem.block_tokens
+                share = rows_in(runs) / problem.shards_of(chunk.tensor).largest
                 first = self._flow.starts(index, chunk)
                 total_s += self._device.fold_s(problem, chunk.tensor, first=first, share=share, sliced=True)
             found.append(total_s)
