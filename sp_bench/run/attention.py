@@ -46,15 +46,18 @@ class Differentiable(Protocol):
     def backward(self, dout: Tensor, saved: Saved, /) -> tuple[Tensor, ...]: ...
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, engine: Differentiable) -> Tensor:
-    """The engine's attention of this rank's tokens, differentiable in q, k and v; all are (B, S, heads, D)."""
-    return _Attention.apply(q, k, v, engine)  # pyright: ignore[reportReturnType]
+def attend(q: Tensor, k: Tensor, v: Tensor, engine: Differentiable, sinks: Tensor | None = None) -> Tensor:
+    """The engine's attention of this rank's tokens, differentiable in q, k and v; all are (B, S, heads, D).
+
+    `sinks`, (H,), are for an Engine alone, in the dtype of statistics.
+    """
+    return _Attention.apply(q, k, v, sinks, engine)  # pyright: ignore[reportReturnType]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, engine: Differentiable) -> Tensor:
-        out, saved = engine.forward(q, k, v)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, engine: Any) -> Tensor:
+        out, saved = engine.forward(q, k, v) if sinks is None else engine.forward(q, k, v, sinks=sinks)
         ctx.save_for_backward(*(x for tensors in saved.values() for x in tensors))
         ctx.engine, ctx.names = engine, {name: len(tensors) for name, tensors in saved.items()}
         return out
@@ -66,7 +69,8 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         tensors = iter(ctx.saved_tensors)
         saved = {name: tuple(itertools.islice(tensors, count)) for name, count in ctx.names.items()}
-        return (*ctx.engine.backward(grad_outputs[0], saved), None)
+        gradients = ctx.engine.backward(grad_outputs[0], saved)
+        return (*gradients, *[None] * (5 - len(gradients)))
 
 
 def _fewest_bytes(method: Method, problem: Problem) -> Method:
@@ -169,7 +173,14 @@ class SequenceParallelAttention(torch.nn.Module):
         return _fewest_bytes(self.method, assumed)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, seqlen: int | None = None, kv_seqlen: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        seqlen: int | None = None,
+        kv_seqlen: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention output of this rank's queries: q (B, S, H, D), k and v (B, S, kv_heads, D) -> (B, S, H, D).
 
@@ -178,16 +189,22 @@ class SequenceParallelAttention(torch.nn.Module):
         `seqlen` is the global length, by default S * n or that of the documents; pass it if n doesn't divide it.
         `kv_seqlen` is that of keys, history included, by default seqlen or, for more or fewer keys than queries on a
         rank, as many on each.
+        `sinks`, (H,), are learned scores by head that every softmax has besides those of keys (gpt-oss, OpenAI 2025);
+        their gradients on all ranks add up to the whole one, as those of other parameters do.
         Differentiable in q, k and v.
         All ranks must call it, with shapes that differ in S only. Raises RequestError for shapes or dtypes that the
         method or kernel refuses.
         """
-        return untraced(self._attend)(q, k, v, seqlen, kv_seqlen)
+        return untraced(self._attend)(q, k, v, seqlen, kv_seqlen, sinks)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None, kv_seqlen: int | None) -> Tensor:
-        engine, calls = self.engine(q, k, v, seqlen=seqlen, kv_seqlen=kv_seqlen), self._calls
-        with calls.running(engine) if calls else nullcontext():
-            return attend(q, k, v, engine)
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None, kv_seqlen: int | None, sinks: Tensor | None
+    ) -> Tensor:
+        engine = self.engine(q, k, v, seqlen=seqlen, kv_seqlen=kv_seqlen, sinks=sinks)
+        if sinks is not None:
+            sinks = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+        with calls.running(engine) if (calls := self._calls) else nullcontext():
+            return attend(q, k, v, engine, sinks)
 
     def shard(self, x: Tensor, history: int = 0) -> Tensor:
         """This rank's shard of a full tensor: (B, seqlen, H, D) -> (B, S, H, D), S = seqlen / n or nearly.
@@ -223,7 +240,14 @@ class SequenceParallelAttention(torch.nn.Module):
         self._engines = other._engines
 
     def engine(
-        self, q: Tensor, k: Tensor, v: Tensor, *, seqlen: int | None = None, kv_seqlen: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        seqlen: int | None = None,
+        kv_seqlen: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Engine:
         """Return the engine for these shapes and dtypes; it is built at first use. Those used last are kept.
 
@@ -246,10 +270,11 @@ class SequenceParallelAttention(torch.nn.Module):
             self.costs,
             self.group,
         )  # attentions that share engines differ
-        key = (kind, self.mask, self._layout, shapes, seqlen, kv_seqlen, uneven)
+        sunk = None if sinks is None else (sinks.shape, sinks.device)
+        key = (kind, self.mask, self._layout, shapes, seqlen, kv_seqlen, uneven, sunk)
         engine, calls = self._engines.get(key), self._calls
         if engine is None:
-            return self._engines.keep(key, self._new_engine(q, k, v, seqlen, kv_seqlen))
+            return self._engines.keep(key, self._new_engine(q, k, v, seqlen, kv_seqlen, sinks))
         if calls:
             calls.begin(engine.words)
         return engine
@@ -266,7 +291,9 @@ class SequenceParallelAttention(torch.nn.Module):
         """
         return self._uneven.get(x.shape[1]) if told is None else None
 
-    def _new_engine(self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None, kv_seqlen: int | None) -> Engine:
+    def _new_engine(
+        self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None, kv_seqlen: int | None, sinks: Tensor | None
+    ) -> Engine:
         """Raises RequestError on all ranks if one refuses its tensors, or if ranks have different problems."""
         method, problem, refused = self.method, None, None
         try:
@@ -274,9 +301,10 @@ class SequenceParallelAttention(torch.nn.Module):
             method = _fewest_bytes(self.method, problem)
             problem = method.dealt(problem)
             self._refuse_shard(q, k, problem)
+            _refuse_sinks(q, sinks)
         except RequestError as error:
             refused = error
-        mine = refused or _in_words(problem)
+        mine = refused or _in_words(problem) + (", sinks" if sinks is not None else "")
         number = calls.agree(mine) if (calls := self._calls) else 0
         if isinstance(mine, RequestError):
             raise mine
@@ -345,6 +373,13 @@ class SequenceParallelAttention(torch.nn.Module):
                     f"rank {self.rank} of {self.n} owns {owned} tokens of {side.seqlen}",
                     "what `shard` returns would work",
                 )
+
+
+def _refuse_sinks(q: Tensor, sinks: Tensor | None) -> None:
+    """Raise RequestError for sinks that are not one number for each query head, on the same device."""
+    if sinks is not None and (sinks.shape != q.shape[2:3] or sinks.device != q.device):
+        rule = f"are a score for each of {q.shape[2]} query heads, on {q.device}"
+        raise RequestError(f"sinks {tuple(sinks.shape)} on {sinks.device}", rule, f"({q.shape[2]},) would work")
 
 
 def _in_words(problem: Problem | None) -> str:

@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {**LLAMA4, "attention_chunk_size": 8, "floor_scale": 16},
         "attn_temperature_tuning from 16 tokens on: scales queries by the place of tokens",
     ),
-    "gpt_oss, sinks": ("GptOss", {"num_local_experts": 2, **MIXED}, "s_aux (4,): is not computed"),
+    "gpt_oss, sinks and windows": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, **MIXED}, RIGHT),
     "qwen3_moe": ("Qwen3Moe", {**MOE, "decoder_sparse_step": 1}, RIGHT),
     "qwen3_moe, its router's balance": ("Qwen3Moe", {**MOE, "output_router_logits": True}, "Qwen3MoeForCausalLM: adds"),
     "qwen3_next, linear attention": (

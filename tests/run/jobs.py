@@ -18,7 +18,16 @@ from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.transport import GlooTransport, Message, Turn
-from tests.support.attention_cases import HEAD_DIM, Case, Difference, Inputs, Results, difference
+from tests.support.attention_cases import (
+    HEAD_DIM,
+    Case,
+    Difference,
+    Inputs,
+    Results,
+    difference,
+    sinks_of,
+    with_sinks,
+)
 from tests.support.ranks import group_of
 
 
@@ -48,6 +57,26 @@ def find_differences(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]
         got = attend(attention, case.inputs(seqlen))
         wanted = case.reference(seqlen)
         found[case] = tuple(difference(x, y) for x, y in zip(got, shards(attention, wanted), strict=True))
+    return found
+
+
+def find_differences_with_sinks(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]]:
+    """As find_differences, with sinks; the last one is of their gradient, which ranks add up."""
+    found = {}
+    for case in cases:
+        if (group := group_of(case.n, case)) is None:
+            continue
+        attention, whole = case.attention(group), case.inputs(case.seqlen)
+        leaves = [x.requires_grad_() for x in shards(attention, whole)[:3]]
+        sinks = sinks_of(case.heads).requires_grad_()
+        out = attention(*leaves, seqlen=case.seqlen, kv_seqlen=case.kv_seqlen, sinks=sinks)
+        *gradients, of_sinks = torch.autograd.grad(out, [*leaves, sinks], shards(attention, whole)[3])
+        if case.n > 1:
+            dist.all_reduce(of_sinks, group=group)
+        wanted, of_wanted, size = with_sinks(case)
+        got = zip((out.detach(), *gradients), shards(attention, wanted), strict=True)
+        summed = difference(of_sinks, of_wanted)._replace(norm2=float(size.square().sum()))
+        found[case] = (*(difference(x, y) for x, y in got), summed)
     return found
 
 

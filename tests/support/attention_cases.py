@@ -185,6 +185,36 @@ class Results(NamedTuple):
     dv_BSKD: Tensor
 
 
+def sinks_of(heads: int) -> Tensor:
+    """Scores of sinks, from ones that nothing is left for to ones that hardly count."""
+    return torch.linspace(-3, 5, heads, dtype=torch.float64)
+
+
+def with_sinks(case: Case) -> tuple[Results, Tensor, Tensor]:
+    """Results in fp64 of one more score a head in every softmax, whose value is 0, and the gradient of these sinks.
+
+    With it the sum of the sizes of its terms, one for each row, beside which roundings are small: (H,) each.
+    """
+    leaves = [x.double().requires_grad_() for x in case.inputs(case.seqlen)[:3]]
+    sinks = sinks_of(case.heads).requires_grad_()
+    q, k, v = (x.repeat_interleave(case.heads // x.shape[2], dim=2) for x in leaves)
+    keys = case.kv_seqlen or case.seqlen
+    scores = torch.einsum("bshd,bthd->bhst", q, k) / math.sqrt(q.shape[3])
+    visible = torch.ones(case.seqlen, keys, dtype=torch.bool)
+    if case.pack:
+        visible = torch.from_numpy(seen(case.pack))
+    elif case.causal:
+        visible = visible.tril(keys - case.seqlen)
+    scores = scores.masked_fill(~visible, -math.inf)
+    last = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+    shares, of_last = torch.cat([scores, last], dim=3).softmax(3).split([keys, 1], 3)
+    out = torch.einsum("bhst,bthd->bshd", shares, v)
+    dout = case.inputs(case.seqlen).dout_BSHD.double()
+    *gradients, of_sinks = torch.autograd.grad(out, [*leaves, sinks], dout)
+    terms = of_last[..., 0] * (dout * out).sum(3).transpose(1, 2)
+    return Results(out.detach(), *gradients), of_sinks, terms.detach().abs().sum((0, 2))
+
+
 @lru_cache
 def inputs(
     seqlen: int,
