@@ -21,7 +21,8 @@ from sp_bench.workload import Train
 POINT = ("mode=simulate", "gpus=2", "seqlen=1k", "heads=4", "kv_heads=4", "method=all_gather")
 TRAINING = (*POINT, "model=tiny", "head_dim=128")
 OTHERWISE: dict[str, str] = {
-    "gpus": "4", "seqlen": "2k", "batch": "2", "heads": "8", "kv_heads": "2", "head_dim": "64", "mask": "full",
+    "gpus": "4", "seqlen": "2k", "kv_seqlen": "64k", "batch": "2", "heads": "8", "kv_heads": "2", "head_dim": "64",
+    "v_head_dim": "32", "mask": "full",
     "causal": "false", "dtype": "float16", "wire_dtype": "float32", "phase": "forward", "train.recompute": "none",
     "train.offload": "true",
     "train.parameters": "sharded", "train.tensor_parallel": "2", "train.data_parallel": "2",
