@@ -17,7 +17,7 @@ import numpy as np
 from sp_bench.cluster import Cluster
 from sp_bench.lower import NCCL, Lowering, TensorSpec, TransportKind, lower
 from sp_bench.plan.block_classes import block_classes
-from sp_bench.plan.casts import seen_by
+from sp_bench.plan.casts import rows_read
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import demand, untouched_partials
 from sp_bench.plan.documents import PackBlocks
@@ -371,7 +371,7 @@ def _of_others(op: Op) -> bool:
 
 def _most_rows(op: Gathered, problem: Problem) -> int:
     """How many key rows a Gathered block reads on the rank where it reads most."""
-    return max(seen_by(op, problem, rank)[1] for rank in range(0, problem.n, problem.layout.head_parallel))
+    return int(rows_read(op, problem, np.arange(0, problem.n, problem.layout.head_parallel)).max())
 
 
 def _ordered_bytes(op: Gathered, problem: Problem) -> int:

@@ -20,7 +20,7 @@ from sp_bench.plan.layout import Layout
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.ops import Chunk, Gathered, GroupCast, GroupReduce, RowCollective
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import Regions, by_keys
+from sp_bench.plan.regions import Regions, Sizes, by_keys, rows_in, sizes_of
 
 
 class Segments(NamedTuple):
@@ -46,6 +46,17 @@ class Keys(NamedTuple):
     """The regions that the rank's queries see, with keys by their place in the order."""
 
 
+class Work(NamedTuple):
+    """The work of a Gathered block on one rank."""
+
+    sizes: Sizes
+    """Of the regions that its kernels take."""
+    q_rows: int
+    """How many queries see a key."""
+    kv_rows: int
+    """How many keys a query sees."""
+
+
 @dataclass(frozen=True, eq=False)
 class Casts:
     """The rows that chunks need of each other, under one mask and layout."""
@@ -54,7 +65,7 @@ class Casts:
     """The mask; one document, if it is of a whole sequence."""
     layout: Layout
     chunks: int
-    _found: dict[tuple[int, tuple[int, ...]], tuple[Regions, int]] = field(default_factory=dict, init=False, repr=False)
+    _works: dict[tuple[int, tuple[int, ...]], tuple[Work, Work]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def counts(self) -> np.ndarray:
@@ -82,12 +93,13 @@ class Casts:
         regions = regions_between(np.searchsorted(positions, first), np.searchsorted(positions, stop))
         return Keys(order, tuple(int(there.tokens[each].sum()) for each in here), regions)
 
-    def seen(self, queries: int, members: tuple[int, ...]) -> tuple[Regions, int]:
-        """The regions of `keys` and how many rows there are, found once."""
-        if (queries, members) not in self._found:
-            keys = self.keys(queries, members)
-            self._found[queries, members] = keys.regions, keys.order.size
-        return self._found[queries, members]
+    def work(self, queries: int, members: tuple[int, ...], *, forward: bool) -> Work:
+        """The work of the regions of `keys`, backward of those cut along keys. It is found once."""
+        if (queries, members) not in self._works:
+            regions = self.keys(queries, members).regions
+            rows = rows_in(region.q for region in regions), rows_in(region.kv for region in regions)
+            self._works[queries, members] = Work(sizes_of(regions), *rows), Work(sizes_of(by_keys(regions)), *rows)
+        return self._works[queries, members][not forward]
 
     def _positions(self, chunk: int) -> np.ndarray:
         runs = self.layout.ranges(chunk, self.chunks, self.pack.seqlen)
@@ -200,10 +212,17 @@ def _keys(found: Casts, queries: int, members: tuple[int, ...]) -> Keys:
     return found.keys(queries, members)  # forward and backward have the same
 
 
-def seen_by(op: Gathered, problem: Problem, rank: int) -> tuple[Regions, int]:
-    """The regions of a Gathered block on one rank (keys_of), and how many key rows it reads."""
-    regions, rows = casts(problem).seen(*_chunks(op, problem, rank))
-    return regions if op.forward else tuple(by_keys(regions)), rows
+def works_of(op: Gathered, problem: Problem) -> list[Work]:
+    """The work of a Gathered block on each chunk's first rank: the ranks that split its heads have the same."""
+    found, ranks = casts(problem), range(0, problem.n, problem.layout.head_parallel)
+    return [found.work(*_chunks(op, problem, rank), forward=op.forward) for rank in ranks]
+
+
+def rows_read(op: Gathered, problem: Problem, ranks: np.ndarray) -> np.ndarray:
+    """How many key rows a Gathered block reads on each of the ranks: (ranks,)."""
+    degree, counts = problem.layout.head_parallel, casts(problem).counts
+    queries = op.queries[0].owner(ranks) // degree
+    return sum((counts[queries, chunk.owner(ranks) // degree] for chunk in op.keys), np.zeros(ranks.size, np.int64))
 
 
 def _chunks(op: Gathered, problem: Problem, rank: int) -> tuple[int, tuple[int, ...]]:
