@@ -17,8 +17,9 @@ from sp_bench.cluster.kernel_table import KernelTable, Rates
 from sp_bench.cluster.variable import FLOPS_PER_PAIR, Kernel, blocks_s, joined_s
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.documents import PackBlocks
+from sp_bench.plan.intervals import Sizes
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
-from sp_bench.plan.regions import Region, RegionKind, Sizes
+from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.plan.tensors import Kind, Tensor
 from sp_bench.reading import Count, NotNegative, Positive, Section, figure, read
 

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from sp_bench.plan.documents import Documents, Packed
-from sp_bench.plan.intervals import regions_between
+from sp_bench.plan.intervals import Sizes, regions_between, sizes_of
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.ops import Chunk, Gathered, GroupCast, GroupReduce, RowCollective
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import Regions, Sizes, by_keys, rows_in, sizes_of
+from sp_bench.plan.regions import Regions, by_keys, rows_in
 
 
 class Segments(NamedTuple):
@@ -65,6 +65,7 @@ class Casts:
     """The mask; one document, if it is of a whole sequence."""
     layout: Layout
     chunks: int
+    _seen_by: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False, repr=False)
     _works: dict[tuple[int, tuple[int, ...]], tuple[Work, Work]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -84,14 +85,35 @@ class Casts:
 
     def keys(self, queries: int, members: Sequence[int]) -> Keys:
         """The rows that queries of a chunk see of several key chunks, as they lie behind each other."""
-        here = [self._segments_of(queries, member) for member in members]
-        all_of, there = np.concatenate(here), self._segments
-        positions = _runs(there.start[all_of], there.tokens[all_of])
-        order = np.argsort(positions, kind="stable")
-        first, stop = self.pack.sees(self._positions(queries))
-        positions = positions[order]
-        regions = regions_between(np.searchsorted(positions, first), np.searchsorted(positions, stop))
-        return Keys(order, tuple(int(there.tokens[each].sum()) for each in here), regions)
+        here, there = [self._segments_of(queries, member) for member in members], self._segments
+        all_of = np.concatenate(here)
+        tokens = there.tokens[all_of]
+        lie = np.cumsum(tokens) - tokens
+        by_position = np.argsort(all_of)  # segments are numbered by position
+        start, tokens, lie = there.start[all_of[by_position]], tokens[by_position], lie[by_position]
+        counts = tuple(int(there.tokens[each].sum()) for each in here)
+        return Keys(_runs(lie, tokens), counts, self._regions(queries, start, tokens))
+
+    def _regions(self, queries: int, start: np.ndarray, tokens: np.ndarray) -> Regions:
+        """The regions that a chunk's queries see of runs of keys, which lie behind each other in this order."""
+        if not start.size:
+            return ()
+        first, stop = self._seen_of(queries)
+        # Neither falls, so that the queries that may see one of the keys are neighbours.
+        low, high = np.searchsorted(stop, start[0], "right"), np.searchsorted(first, start[-1] + tokens[-1])
+        before = np.cumsum(tokens) - tokens
+
+        def keys_below(positions: np.ndarray) -> np.ndarray:
+            run = np.maximum(np.searchsorted(start, positions, "right") - 1, 0)
+            return before[run] + np.clip(positions - start[run], 0, tokens[run])
+
+        return regions_between(keys_below(first[low:high]), keys_below(stop[low:high]), int(low))
+
+    def _seen_of(self, queries: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first position that each query of a chunk sees, and that behind the last."""
+        if queries not in self._seen_by:
+            self._seen_by[queries] = self.pack.sees(self._positions(queries))
+        return self._seen_by[queries]
 
     def work(self, queries: int, members: tuple[int, ...], *, forward: bool) -> Work:
         """The work of the regions of `keys`, backward of those cut along keys. It is found once."""

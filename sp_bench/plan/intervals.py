@@ -6,7 +6,8 @@ as p grows. Documents, sliding windows and chunks are, and so are causal and ful
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +17,29 @@ RUNS_AT_ONCE = 1024
 """Few enough that counts by chunk stay in a cache."""
 
 
-def regions_between(first: np.ndarray, stop: np.ndarray) -> Regions:
-    """The regions of a block in which query x sees the keys first[x] <= y < stop[x], as indices in their chunks.
+class Sizes(NamedTuple):
+    """Regions as what their time depends on: (regions,) each."""
+
+    kind: np.ndarray
+    """0 for FULL, 1 for CAUSAL, 2 for UPPER; STRICT ones are CAUSAL (Region.plain)."""
+    q_tokens: np.ndarray
+    kv_tokens: np.ndarray
+    pairs: np.ndarray
+
+
+def sizes_of(regions: Iterable[Region]) -> Sizes:
+    """The sizes of regions, in their order."""
+    plain = [region.plain for region in regions]
+    found = [(_KINDS[each.kind], len(each.q), len(each.kv), each.pairs) for each in plain]
+    kind, q_tokens, kv_tokens, pairs = np.array(found, float).reshape(-1, 4).T
+    return Sizes(kind.astype(int), q_tokens, kv_tokens, pairs)
+
+
+_KINDS = {RegionKind.FULL: 0, RegionKind.CAUSAL: 1, RegionKind.UPPER: 2}
+
+
+def regions_between(first: np.ndarray, stop: np.ndarray, start: int = 0) -> Regions:
+    """The regions of a block in which query start + x sees the keys first[x] <= y < stop[x], by index in their chunks.
 
     first, stop: (queries,), neither falls. Queries whose ends both stay, or move on by a key a query, form a strip; a
     strip is a rectangle, a triangle at one of its ends, or a band, which is cut into triangles.
@@ -38,7 +60,7 @@ def regions_between(first: np.ndarray, stop: np.ndarray) -> Regions:
             run += 1
         alone = at == rows.size - 1 or code[at] < 0
         last, move = (at, 0) if alone else (int(ends[run]), int(code[at]))
-        queries = range(int(rows[at]), int(rows[last]) + 1)
+        queries = range(start + int(rows[at]), start + int(rows[last]) + 1)
         found += _strip(queries, int(first[at]), int(stop[at]), falls=move >= 2, rises=move % 2 == 1)
         at = last + 1
     return tuple(_joined(found))

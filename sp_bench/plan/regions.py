@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple
 
-import numpy as np
-
 
 class RegionKind(Enum):
     """The keys of a region that its queries see."""
@@ -46,27 +44,6 @@ class Region(NamedTuple):
 
 Regions = tuple[Region, ...]
 """The unmasked regions of a block; empty if all of it is masked."""
-
-
-class Sizes(NamedTuple):
-    """Regions as what their time depends on: (regions,) each."""
-
-    kind: np.ndarray
-    """0 for FULL, 1 for CAUSAL, 2 for UPPER; STRICT ones are CAUSAL (Region.plain)."""
-    q_tokens: np.ndarray
-    kv_tokens: np.ndarray
-    pairs: np.ndarray
-
-
-def sizes_of(regions: Iterable[Region]) -> Sizes:
-    """The sizes of regions, in their order."""
-    plain = [region.plain for region in regions]
-    found = [(_KINDS[each.kind], len(each.q), len(each.kv), each.pairs) for each in plain]
-    kind, q_tokens, kv_tokens, pairs = np.array(found, float).reshape(-1, 4).T
-    return Sizes(kind.astype(int), q_tokens, kv_tokens, pairs)
-
-
-_KINDS = {RegionKind.FULL: 0, RegionKind.CAUSAL: 1, RegionKind.UPPER: 2}
 
 
 def stacks(regions: Iterable[Region], alike: Callable[[Region], object], *, shared: bool = False) -> list[list[Region]]:

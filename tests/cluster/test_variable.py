@@ -15,7 +15,8 @@ from sp_bench.cluster.variable import FLOPS_PER_PAIR, Kernel, blocks_s, joined_s
 from sp_bench.packing import documents, lengths_of
 from sp_bench.plan import Problem
 from sp_bench.plan.documents import PackBlocks
-from sp_bench.plan.regions import Region, RegionKind, sizes_of
+from sp_bench.plan.intervals import sizes_of
+from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.resources import conf_content, conf_files, place
 
 MEASURED = list(csv.DictReader(place("analysis/published/kernel_documents.csv").open()))
