@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sp_bench.plan.documents import Documents, Packed
-from sp_bench.plan.intervals import Sizes, regions_between, sizes_of
+from sp_bench.plan.groups import Group
+from sp_bench.plan.intervals import Runs, Sizes, regions_between, regions_of_runs, runs_of, sizes_of
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.ops import Chunk, Gathered, GroupCast, GroupReduce, RowCollective
@@ -65,7 +66,6 @@ class Casts:
     """The mask; one document, if it is of a whole sequence."""
     layout: Layout
     chunks: int
-    _seen_by: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False, repr=False)
     _works: dict[tuple[int, tuple[int, ...]], tuple[Work, Work]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -85,6 +85,8 @@ class Casts:
 
     def keys(self, queries: int, members: Sequence[int]) -> Keys:
         """The rows that queries of a chunk see of several key chunks, as they lie behind each other."""
+        if not self.counts[queries, [*members]].any():  # as of most members where documents are short
+            return Keys(np.zeros(0, np.int64), (0,) * len(members), ())
         here, there = [self._segments_of(queries, member) for member in members], self._segments
         all_of = np.concatenate(here)
         tokens = there.tokens[all_of]
@@ -96,24 +98,11 @@ class Casts:
 
     def _regions(self, queries: int, start: np.ndarray, tokens: np.ndarray) -> Regions:
         """The regions that a chunk's queries see of runs of keys, which lie behind each other in this order."""
-        if not start.size:
-            return ()
-        first, stop = self._seen_of(queries)
-        # Neither falls, so that the queries that may see one of the keys are neighbours.
-        low, high = np.searchsorted(stop, start[0], "right"), np.searchsorted(first, start[-1] + tokens[-1])
-        before = np.cumsum(tokens) - tokens
-
-        def keys_below(positions: np.ndarray) -> np.ndarray:
-            run = np.maximum(np.searchsorted(start, positions, "right") - 1, 0)
-            return before[run] + np.clip(positions - start[run], 0, tokens[run])
-
-        return regions_between(keys_below(first[low:high]), keys_below(stop[low:high]), int(low))
-
-    def _seen_of(self, queries: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first position that each query of a chunk sees, and that behind the last."""
-        if queries not in self._seen_by:
-            self._seen_by[queries] = self.pack.sees(self._positions(queries))
-        return self._seen_by[queries]
+        keys, runs = Runs(start, start + tokens), runs_of(self.layout.ranges(queries, self.chunks, self.pack.seqlen))
+        if runs:
+            return regions_of_runs(self.pack, runs, keys)
+        first, stop = self.pack.sees(self._positions(queries))
+        return regions_between(keys.below(first), keys.below(stop)) if start.size else ()
 
     def work(self, queries: int, members: tuple[int, ...], *, forward: bool) -> Work:
         """The work of the regions of `keys`, backward of those cut along keys. It is found once."""
@@ -223,13 +212,27 @@ def rows_owned(op: RowCollective, problem: Problem, rank):
     return sum(rows_from(op, problem, op.group.member(rank, -u), u) for u in op.members)
 
 
+def most_rows(op: RowCollective, problem: Problem, *, sent: bool) -> int:
+    """How many rows the rank with most of them sends, or receives."""
+    held = sent == isinstance(op, GroupReduce)
+    return _most_rows(casts(problem), op.group, op.members, problem.n, problem.layout.head_parallel, held)
+
+
+@lru_cache(maxsize=1024)  # casts and reductions of both phases have the same
+def _most_rows(found: Casts, group: Group, members: tuple[int, ...], n: int, degree: int, held: bool) -> int:
+    ranks = np.arange(n)
+    # Rows that a rank holds are those of each member; those that it owns, each member's whose #u it is.
+    pairs = [(ranks, group.member(ranks, u)) if held else (group.member(ranks, -u), ranks) for u in members]
+    return int(sum(found.counts[queries // degree, keys // degree] for queries, keys in pairs).max())
+
+
 def keys_of(op: Gathered, problem: Problem, rank: int) -> Keys:
     """The key rows of a Gathered block on one rank, and its regions as its kernels take them."""
     keys = _keys(casts(problem), *_chunks(op, problem, rank))
     return keys if op.forward else keys._replace(regions=tuple(by_keys(keys.regions)))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _keys(found: Casts, queries: int, members: tuple[int, ...]) -> Keys:
     return found.keys(queries, members)  # forward and backward have the same
 
