@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sp_bench.kernels import BlockKernel
+from sp_bench.kernels.fold import in_dtype
 from sp_bench.kernels.pieces import Pieces, calls
 from sp_bench.kernels.row_sums import projection, row_sums
 from sp_bench.plan.casts import keys_of
@@ -124,7 +125,7 @@ class Blocks:
                 else:
                     out, lse = kernel.forward(q, k, v, kind)
                 run.lap(KERNELS)
-                run.see(out, lse)
+                run.see(*of_kv, out, lse)
                 held.partials.add_output(into, out, lse)
                 run.lap(FOLDS)
 
@@ -132,7 +133,7 @@ class Blocks:
 
     def _backward(
         self, q_chunk: Chunk, dq_chunk: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
-    ) -> Callable[[Execution, Tensors, Callable[[int, Tensors], None]], None]:
+    ) -> Callable[..., None]:
         """A function that computes and adds dQ of windows. Its last argument adds a window's (dk, dv) by number."""
         kernel = self._kernel
         bound = [
@@ -140,7 +141,7 @@ class Blocks:
             for number, w in enumerate(windows)
         ]
 
-        def backward(run: Execution, of_kv: Tensors, add: Callable[[int, Tensors], None]) -> None:
+        def backward(run: Execution, of_kv: Tensors, add: Callable[[int, Tensors], None], sums: Tensors = ()) -> None:
             held = run.holdings
             of_q = held.chunks[q_chunk]
             for number, take_q, take_kv, kind, into in bound:
@@ -151,7 +152,7 @@ class Blocks:
                 else:
                     dq, dk, dv = kernel.gradients(dout, q, k, v, out, lse, kind)
                 run.lap(KERNELS)
-                run.see(dq, dk, dv)
+                run.see(*of_kv, *sums, dq, dk, dv)
                 held.partials.add_gradients(into, (dq,))
                 add(number, (dk, dv))
                 run.lap(FOLDS)
@@ -189,10 +190,13 @@ class Blocks:
             if own:
                 backward(run, kv, lambda window, part: held.partials.add_gradients(into[window], part))
                 return
-            sums = tuple(torch.zeros_like(x, dtype=dtype) for x in kv)
-            backward(run, kv, lambda window, part: _add_rows(sums, windows[window].kv, part))
-            by_member = zip(*(x.index_select(1, places).split(counts, dim=1) for x in sums), strict=True)
-            for chunk, part in zip(dkv, by_member, strict=True):
+            sums = [torch.zeros_like(x, dtype=dtype) for x in kv]
+            into_sums = tuple(sums)
+            backward(run, kv, lambda window, part: _add_rows(into_sums, windows[window].kv, part), into_sums)
+            del kv, into_sums  # they are freed one after the other, as what goes home is placed
+            kept = self._sums.of(dkv[0]).dtype
+            placed = [in_dtype(sums.pop(0).index_select(1, places), kept) for _ in range(len(sums))]
+            for chunk, part in zip(dkv, zip(*(x.split(counts, dim=1) for x in placed), strict=True), strict=True):
                 held.partials.put_rows(chunk, part)
             run.lap(FOLDS)
 
