@@ -184,17 +184,20 @@ class Blocks:
         backward, dtype = self._backward(query, dq, windows, _rows_of), getattr(torch, self._problem.accumulate_dtype)
         into = [self._sums.at(dkv[0], window.kv) for window in windows] if own else []
 
+        def row_gradients(run: Execution, kv: Tensors) -> list[torch.Tensor]:
+            sums = tuple(torch.zeros_like(x, dtype=dtype) for x in kv)
+            backward(run, kv, lambda window, part: _add_rows(sums, windows[window].kv, part), sums)
+            return [*sums]
+
         def gathered_backward(run: Execution) -> None:
             run.lap(WAITS)
-            held, kv = run.holdings, by_position(run.holdings)
+            held = run.holdings
             if own:
-                backward(run, kv, lambda window, part: held.partials.add_gradients(into[window], part))
+                add = held.partials.add_gradients
+                backward(run, by_position(held), lambda window, part: add(into[window], part))
                 return
-            sums = [torch.zeros_like(x, dtype=dtype) for x in kv]
-            into_sums = tuple(sums)
-            backward(run, kv, lambda window, part: _add_rows(into_sums, windows[window].kv, part), into_sums)
-            del kv, into_sums  # they are freed one after the other, as what goes home is placed
-            kept = self._sums.of(dkv[0]).dtype
+            sums, kept = row_gradients(run, by_position(held)), self._sums.of(dkv[0]).dtype
+            # Each is freed before the next one is placed.
             placed = [in_dtype(sums.pop(0).index_select(1, places), kept) for _ in range(len(sums))]
             for chunk, part in zip(dkv, zip(*(x.split(counts, dim=1) for x in placed), strict=True), strict=True):
                 held.partials.put_rows(chunk, part)
