@@ -33,7 +33,7 @@ class Rank:
         own = method.dealt(problem)
         self.plans = {phase: method.plan(own, phase, COMPUTE_BOUND) for phase in PHASES}
         self.engine = Engine(self.plans, own, kernel, torch.device(device), transport=AloneTransport(), timed=True)
-        self._inputs, self._clock = inputs(own, own.local_seqlen, device), clock
+        self._inputs, self._clock = inputs(own, own.queries.most, device), clock
 
     def step(self, action: Action = Action.EVERYTHING) -> tuple[float, float]:
         """Seconds of a forward and of a backward."""

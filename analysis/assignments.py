@@ -66,8 +66,8 @@ def assignment(
     for ax, one in zip(axes[0], chosen, strict=True):
         panel(ax, matrix(plan, problem, one, cluster), owners)
         ax.set_title(f"{TITLES[one]}, {plan.phase}", fontsize="medium")
-        ax.set_xlabel(f"KV chunk ({problem.block_tokens:,} tokens each)")
-    axes[0, 0].set_ylabel(f"Q chunk ({problem.block_tokens:,} tokens each)")
+        ax.set_xlabel(f"KV chunk ({problem.keys.largest:,} tokens each)")
+    axes[0, 0].set_ylabel(f"Q chunk ({problem.queries.largest:,} tokens each)")
     degree = problem.layout.head_parallel
     note = f"Of {degree} ranks that split a block's heads, the lowest is shown. " if degree > 1 else ""
     note += "White blocks are computed by no rank." if (owners < 0).any() else ""
@@ -170,7 +170,7 @@ def planned(record: Record, phase: str) -> tuple[Plan, Problem, Cluster]:
 
 
 def _problem(record: Record) -> Problem:
-    keys = ("seqlen", "batch", "heads", "kv_heads", "head_dim", "dtype", "wire_dtype")
+    keys = ("seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "wire_dtype")
     mask = mask_of(record.config or {}, record.seqlen, record.seed or 0)
     return Problem(
         n=record.gpus, mask=mask, layout=mask.layout(record.layout or ""), **{key: getattr(record, key) for key in keys}

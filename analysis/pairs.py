@@ -11,7 +11,7 @@ from typing import Any
 from sp_bench import records
 from sp_bench.analysis.frames import named
 from sp_bench.analysis.number import RECORD_KINDS
-from sp_bench.cli.words import shape, tokens
+from sp_bench.cli.words import lengths, shape
 from sp_bench.errors import RequestError
 from sp_bench.point.given import NOT_IN_THE_RESULT
 from sp_bench.records import Record
@@ -21,7 +21,7 @@ from sp_bench.resources import ROOT
 
 HOW_OFTEN = ("iters", "warmup")
 """Keys that change the precision of a result, not its value."""
-ATTENTION = ("seqlen", "batch", "heads", "kv_heads", "head_dim", "causal", "phase")
+ATTENTION = ("seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "causal", "phase")
 """Fields that two single records must share to be comparable."""
 
 
@@ -38,7 +38,7 @@ class Point:
     def label(self) -> str:
         """A short description of the point: method, GPUs, cluster, tokens and shape."""
         record = self.record
-        return f"{named(record)}, {record.gpus}x {record.cluster}, {tokens(record.seqlen)}, {shape(record)}"
+        return f"{named(record)}, {record.gpus}x {record.cluster}, {lengths(record)}, {shape(record)}"
 
     @property
     def asked(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from sp_bench.analysis.frames import named
 from sp_bench.analysis.number import of_record
 from sp_bench.analysis.timelines import timeline
 from sp_bench.cli.arguments import keys_and_paths, run_command
-from sp_bench.cli.words import shape, tokens
+from sp_bench.cli.words import lengths, shape
 from sp_bench.errors import RequestError
 from sp_bench.plan.method import PHASES
 from sp_bench.records import Record
@@ -111,7 +111,7 @@ def bound_bars(found: Sequence[Record], name: str = "bounds", title: str = "Step
 
 def _label(record: Record) -> str:
     """The point in two lines: method and variant, then GPUs, cluster, tokens and shape."""
-    about = f"{record.gpus} x {record.cluster}, {tokens(record.seqlen)}, {shape(record)}"
+    about = f"{record.gpus} x {record.cluster}, {lengths(record)}, {shape(record)}"
     return f"{named(record)}\n{about}"
 
 

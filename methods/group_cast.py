@@ -51,6 +51,7 @@ from sp_bench.plan import (
     RequestError,
     Steps,
     Tensor,
+    refuse_other_keys,
     rows_seen_elsewhere,
 )
 
@@ -87,9 +88,10 @@ class GroupCastAttention(USP):
         return (cls.for_packs, *cls.layouts, *(name for name in DEALERS if name != cls.for_packs))
 
     def refuse(self, problem: Problem) -> None:
-        """Raise RequestError for a `ulysses` that is not possible, more stages than there are other groups, or a
-        `chunk` where none are dealt."""
+        """Raise RequestError for a `ulysses` that is not possible, more stages than there are other groups, a `chunk`
+        where none are dealt, or keys that are not the queries' tokens."""
         super().refuse(problem)
+        refuse_other_keys(self.name, problem)
         if self.chunk != "auto" and (problem.mask.sends_unseen or self.layout not in (*IN_CHUNKS, *OPEN_LAYOUTS)):
             rule = f"chunks of a pack are dealt by the layouts {' and '.join(IN_CHUNKS)} alone"
             raise RequestError(f"method.chunk={self.chunk}", rule, "method.chunk=auto would work")

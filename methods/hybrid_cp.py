@@ -47,6 +47,7 @@ from sp_bench.plan import (
     Steps,
     Tensor,
     members_seen,
+    refuse_other_keys,
     rows_seen_elsewhere,
 )
 
@@ -73,7 +74,8 @@ class HybridCP(Method):
         return (cls.for_packs, *cls.layouts)
 
     def refuse(self, problem: Problem) -> None:
-        """Raise RequestError for `rank_tokens` where there are no sub-groups."""
+        """Raise RequestError for `rank_tokens` where there are no sub-groups, or keys not of the queries' tokens."""
+        refuse_other_keys(self.name, problem)
         if self.rank_tokens != "auto" and (problem.mask.sends_unseen or self.layout in self.layouts):
             rule = "is for sub-groups of a pack's documents, on the layout hybrid"
             raise RequestError(f"method.rank_tokens={self.rank_tokens}", rule, "method.rank_tokens=auto would work")

@@ -27,7 +27,6 @@ from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.plan.tensors import DKV, DO, DQ, KV, OUT, Kind, O, Q, Tensor, named
 from sp_bench.plan.transfers import messages, peers
 
-BACKWARD_OVER_FORWARD = 2.5
 """Backward FLOPs over forward FLOPs: five matrix products against two."""
 
 
@@ -163,13 +162,13 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
         per_row = q + min(payload_bytes(O.by_heads), payload_bytes(OUT.by_heads)) / split
         per_column = kv
     else:
-        per_row = (1 if kept else 2) * q + payload_bytes(DQ.by_heads) / split
+        per_row = (0 if kept else q) + (payload_bytes(DO.by_heads) + payload_bytes(DQ.by_heads)) / split
         per_column = payload_bytes(DKV.by_heads) / split + (0 if kept else kv)
     if isinstance(problem.blocks, PackBlocks):
-        tokens = problem.seqlen / problem.n
+        tokens = problem.seqlen / problem.n  # a pack has as many keys
         moved = split * problem.blocks.least_moved(per_row / tokens, per_column / tokens) / problem.n
         return moved + (split - 1) * (per_row + per_column)
-    blocks = problem.n * problem.mask.pairs(problem.seqlen) / problem.seqlen**2 * split
+    blocks = problem.n * problem.pairs / (problem.seqlen * problem.keys.seqlen) * split
     least, most = max(blocks / problem.n, 1.0), max(min(blocks, problem.n), 1.0)
     rows = min(max(math.sqrt(blocks * per_column / per_row), least), most)
     columns = max(blocks / rows, 1.0)
@@ -184,10 +183,11 @@ def least_bytes(problem: Problem, phase: str) -> float | None:
     computes at most X y of their blocks. It owns g of X and one of y, so that it sends or receives
         F(w) = min over X y >= w of  per_row (X - g) + per_column (y - 1)
     for w blocks: nothing up to w = g. The GPU's share is rho n heads blocks (rho = 1/2 if causal, else 1). Where
-    per_row g >= per_column n, keys are so cheap that F is convex and all key heads take equal parts, with X = g. Else F
-    is concave from w = g on, and the share costs least where all key heads but one have either their g free blocks or
-    as many as there are, rho g n^2. Backward, the forward may have kept what it received, so that only dO, dQ and dKV
-    count. For full attention with as many key heads as heads, n or more, it is between n / (n + 1) and 1 of what
+    per_row g >= per_column n, keys are so cheap that F is convex and all key heads take equal parts, with X = g; where
+    per_column >= per_row g n, as behind a long history, queries are so cheap, and y = 1. Else F is concave from w = g
+    on, and the share costs least where all key heads but one have either their g free blocks or as many as there are,
+    rho g n^2. Backward, the forward may have kept what it received, so that only dO, dQ and dKV count. For full
+    attention with as many key heads as heads, n or more, it is between n / (n + 1) and 1 of what
     DeepSpeed-Ulysses sends.
     """
     if not problem.mask.sends_unseen:
@@ -209,7 +209,7 @@ def least_bytes(problem: Problem, phase: str) -> float | None:
         columns = min(max(columns, 1.0, blocks / (g * n)), n, max(blocks / g, 1.0))
         return per_row * max(blocks / columns - g, 0.0) + per_column * (columns - 1)
 
-    rho = problem.mask.pairs(problem.seqlen) / problem.seqlen**2
+    rho = problem.pairs / (problem.seqlen * problem.keys.seqlen)
     most = g * (rho * n**2 - 1)
     """Most blocks of one key head that need a transfer: a count."""
     beyond = problem.heads * (rho * n - 1)
@@ -217,14 +217,21 @@ def least_bytes(problem: Problem, phase: str) -> float | None:
         return 0.0
     if per_row * g >= per_column * n:
         return problem.kv_heads * per_column * (rho * n - 1)
+    if per_column >= per_row * g * n:
+        return problem.heads * per_row * (rho * n - 1)
     full, rest = divmod(beyond, most)
     return full * cost(g + most) + cost(g + rest)
 
 
 def model_flops(problem: Problem, phase: str) -> float:
-    """FLOPs of the whole attention for MFU: 4 B N^2 H D forward, half of that if causal; backward 2.5 times as many."""
-    forward = 4.0 * problem.batch * problem.mask.pairs(problem.seqlen) * problem.heads * problem.head_dim
-    return forward if phase == "forward" else forward * BACKWARD_OVER_FORWARD
+    """FLOPs of the whole attention for MFU: 4 B N^2 H D forward, half of that if causal; backward 2.5 times as many.
+
+    Of a history of P keys, every query sees all: 4 B N P H D more. Forward one of the two matrix products is of values,
+    which may be narrower, backward two of five.
+    """
+    of_keys, of_values = (1, 1) if phase == "forward" else (3, 2)
+    width = of_keys * problem.head_dim + of_values * problem.value_dim
+    return 2.0 * problem.batch * problem.pairs * problem.heads * width
 
 
 def pairs(plan: Plan, problem: Problem) -> np.ndarray:

@@ -140,11 +140,12 @@ class _Facts:
 
     def rows_of(self, chunk: Chunk) -> Rows:
         """The present rows of a chunk (see `rows`)."""
-        return self.rows.get(chunk) or self.all_rows(self.content[chunk])
+        return self.rows.get(chunk) or self.all_rows(chunk)
 
-    def all_rows(self, owner: Ranks) -> Rows:
-        """All rows of the layout chunks that hold the tokens of these ranks."""
-        tokens = self.problem.block_tokens_of(owner)
+    def all_rows(self, chunk: Chunk) -> Rows:
+        """All rows of the layout chunks that hold the tokens of a chunk's content."""
+        owner = self.content[chunk]
+        tokens = self.problem.shards_of(chunk.tensor).chunk_tokens(owner // self.problem.layout.head_parallel)
         return Rows(np.zeros_like(owner), np.broadcast_to(tokens, owner.shape))
 
     def parts(self, partial: Chunk) -> int:
@@ -296,7 +297,7 @@ def _pass(facts: _Facts, op: Pass, where: str, wanted: np.ndarray | None) -> Non
 def _rows_passed(facts: _Facts, op: Pass, source: Ranks, where: str) -> None:
     """Record which rows arrive. The sender must have every row it sends, and send every row of a partial it has."""
     held = arriving = facts.rows_of(op.send)
-    sent = facts.all_rows(facts.content[op.send])
+    sent = facts.all_rows(op.send)
     if op.against is not None:
         if op.against.tensor not in (KV, KV.by_heads) or op.send.tensor not in (Q, ODOQ, O, DQ):
             raise PlanError(f"{where}: no rows of {op.send} can be left out against {op.against}")

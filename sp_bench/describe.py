@@ -167,7 +167,7 @@ def _pack(plan: Plan, problem: Problem) -> list[str]:
     if not isinstance(blocks := problem.blocks, PackBlocks):
         return []
     work, ranks = account.pairs(plan, problem), np.arange(problem.n)
-    tokens = np.broadcast_to(problem.tokens(ranks), problem.n)
+    tokens = np.broadcast_to(problem.queries.tokens(ranks), problem.n)
     documents = (blocks.tokens_of_documents > 0).sum(axis=0)[ranks // problem.layout.head_parallel]
     lines = ["\na dot: no query sees a key there", "rank    tokens  documents  (query, key) pairs   of the mean"]
     for row in zip(ranks, tokens, documents, work, work / max(work.mean(), 1), strict=True):

@@ -71,6 +71,25 @@ def test_nothing_sends_less_than_the_lower_bound(n: int, causal: bool) -> None:
                 assert least is not None and 0 <= least * (1 - 1e-12) <= bound, (method, phase)
 
 
+@pytest.mark.parametrize(
+    ("causal", "kv_seqlen", "v_head_dim"),
+    [(True, 200, 8), (True, 57, 4), (True, 16, 2), (False, 16, 8), (False, 24, 6), (False, 333, 8)],
+)
+def test_bounds_and_closed_forms_with_other_keys(causal: bool, kv_seqlen: int, v_head_dim: int) -> None:
+    """What plans send is the closed form, in chunks of queries and of keys, and no less than either bound."""
+    for layout, kv_heads in itertools.product(LAYOUTS, (8, 2)):
+        shape = {"heads": 16, "kv_heads": kv_heads, "kv_seqlen": kv_seqlen, "v_head_dim": v_head_dim}
+        p = replace(splittable_problem(8, layout, causal=causal), **shape)
+        for method, phase in itertools.product(all_methods(p), PHASES):
+            plan, dealt = method.plan(p, phase, COMPUTE_BOUND), method.dealt(p)
+            volume = account.volume(plan, dealt)
+            assert volume.total_bytes == pytest.approx(method.bytes_sent(p, phase), rel=1e-12), (method, phase)
+            bound = account.lower_bound_bytes(dealt, phase, kept=bool(plan.kept))
+            least = account.least_bytes(dealt, phase)
+            assert least is not None
+            assert 0 <= least * (1 - 1e-12) <= bound <= volume.payload_bytes * (1 + 1e-12), (method, phase)
+
+
 @pytest.mark.parametrize("n", [2, 4, 16])
 def test_the_bound_with_any_split_of_heads_is_all_but_reached_by_ulysses(n: int) -> None:
     """Full attention, as many key heads as heads, n dividing them: from n / (n + 1) of what Ulysses sends."""
@@ -143,7 +162,7 @@ def test_work_is_balanced_but_for_contiguous_causal(layout: str, causal: bool) -
         if dealt.layout.head_parallel == p.n or not causal:
             assert spread == 0
         elif layout != "contiguous":
-            assert spread <= p.local_seqlen * p.n * p.heads, method
+            assert spread <= p.queries.most * p.n * p.heads, method
 
 
 def test_contiguous_causal_ring_is_as_unbalanced_as_the_paper_says() -> None:

@@ -110,7 +110,7 @@ def matrices(record: Record) -> list[Json]:
         for by in ("rank", "step"):
             values = np.nan_to_num(matrix(plan, problem, by).values, nan=-1).astype(int)
             corner = values[:MOST_CHUNKS, :MOST_CHUNKS]
-            size = {"chunks": len(values), "tokens": problem.block_tokens, "heads": problem.layout.head_parallel}
+            size = {"chunks": len(values), "tokens": problem.queries.largest, "heads": problem.layout.head_parallel}
             found.append({"phase": phase, "by": by, **size, "side": len(corner), "values": corner.ravel().tolist()})
     return found
 

@@ -38,7 +38,7 @@ from sp_bench.advise.packs import SLOWER, Packs, PacksAnswer, answer_for_packs, 
 from sp_bench.advise.workers import workers
 from sp_bench.cli.arguments import flag, run_command
 from sp_bench.cli.columns import make_console, print_columns
-from sp_bench.cli.words import amount, over_least
+from sp_bench.cli.words import amount, over_least, widths
 from sp_bench.errors import RequestError
 from sp_bench.measure.stats import summarise
 from sp_bench.methods import REGISTRY
@@ -178,7 +178,8 @@ def size(text: str) -> float:
 def heading(found: Answer) -> list[str]:
     """The request, the answer, and the figures that it is by."""
     first, record = found.feasible[0], found.feasible[0].record
-    lines = [f"One attention of {record.seqlen:,} tokens, {_shape(record)}. All times are simulated.", ""]
+    tokens = f"{record.seqlen:,} tokens" + (f" that see {record.kv_seqlen:,} keys" if record.kv_seqlen else "")
+    lines = [f"One attention of {tokens}, {_shape(record)}. All times are simulated.", ""]
     tied = found.tied
     if not first.time.backed:
         lines.append(f"{first.name} is the fastest in simulation. It is not validated: nobody knows how far off it is.")
@@ -196,7 +197,7 @@ def heading(found: Answer) -> list[str]:
 
 def _shape(record: Record) -> str:
     mask = f"{record.mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
-    heads = f"{record.heads} heads ({record.kv_heads} of keys) of {record.head_dim}"
+    heads = f"{record.heads} heads ({record.kv_heads} of keys) of {widths(record)}"
     return f"batch {record.batch}, {heads}, {mask}, on {record.gpus} GPUs of {record.cluster}"
 
 

@@ -67,8 +67,8 @@ def _varied(config: Mapping[str, Any]) -> dict[str, list[str]]:
         varied[f"as many key heads as heads, {heads}"] = [f"kv_heads={heads}"]
     if kv_heads % 4 == 0:
         varied[f"a quarter of the key heads, {kv_heads // 4}"] = [f"kv_heads={kv_heads // 4}"]
-    seqlen = read(Tokens, config["seqlen"], "seqlen")
-    if seqlen % 4 == 0:
-        varied[f"a quarter of the length, {seqlen // 4:,}"] = [f"seqlen={seqlen // 4}"]
-    varied[f"four times the length, {4 * seqlen:,}"] = [f"seqlen={4 * seqlen}"]
+    lengths = {key: read(Tokens, config[key], key) for key in ("seqlen", "kv_seqlen") if config[key] is not None}
+    if not any(tokens % 4 for tokens in lengths.values()):
+        varied[f"a quarter of the length, {lengths['seqlen'] // 4:,}"] = [f"{k}={v // 4}" for k, v in lengths.items()]
+    varied[f"four times the length, {4 * lengths['seqlen']:,}"] = [f"{k}={4 * v}" for k, v in lengths.items()]
     return varied

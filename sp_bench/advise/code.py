@@ -27,6 +27,7 @@ class Wanted:
     kv_heads: int
     batch: int
     seqlen: int
+    kv_seqlen: int | None
     seed: int
     config: Mapping[str, Any]
     """The composed config that the point was asked for with."""
@@ -44,6 +45,7 @@ class Wanted:
             kv_heads=record.kv_heads,
             batch=record.batch,
             seqlen=record.seqlen,
+            kv_seqlen=record.kv_seqlen,
             seed=record.seed or 0,
             config=config,
         )
@@ -68,6 +70,8 @@ def module_code(wanted: Wanted) -> str:
         lines.append("from sp_bench.packing import lengths_of")
     uneven = wanted.seqlen % wanted.gpus and not isinstance(wanted.mask, Packed)
     length = f", seqlen={wanted.seqlen}" if uneven else ""
+    if wanted.kv_seqlen:
+        length = f", seqlen={wanted.seqlen}, kv_seqlen={wanted.kv_seqlen}"
     lines += [
         f'attention = SequenceParallelAttention("{wanted.method.name}"{given})',
         f"out = attention(q, k, v{length})",

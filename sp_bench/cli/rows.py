@@ -187,6 +187,7 @@ POINT_COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("variant", variant),
     ("gpus", lambda r: str(r.gpus)),
     ("seqlen", lambda r: tokens(r.seqlen)),
+    ("keys", lambda r: tokens(r.kv_seqlen or r.seqlen)),
     ("shape", shape),
     ("layout", lambda r: r.layout or "-"),
     ("workload", lambda r: model_in_words(vars(r)) or r.workload),

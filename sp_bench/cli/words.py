@@ -35,8 +35,8 @@ def title(record: Record) -> str:
         ranks = f"rank{'s' * (len(record.alone_ranks) > 1)} {', '.join(map(str, record.alone_ranks))} of {ranks}, alone"
     model = f"{name}, " if (name := model_in_words(vars(record))) else ""
     return (
-        f"{model}{ranks} on {record.cluster}, seqlen {tokens(record.seqlen)}, batch {record.batch}, {heads} of "
-        f"{record.head_dim}, {record.mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
+        f"{model}{ranks} on {record.cluster}, seqlen {lengths(record)}, batch {record.batch}, {heads} of "
+        f"{widths(record)}, {record.mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
     )
 
 
@@ -45,7 +45,17 @@ def shape(record: Record) -> str:
     kv = f"/{record.kv_heads}" if record.kv_heads != record.heads else ""
     batch = f"{record.batch}x" if record.batch > 1 else ""
     dtype = record.dtype.replace("bfloat", "bf").replace("float", "fp")
-    return f"{batch}{record.heads}{kv}x{record.head_dim} {record.mask} {dtype}"
+    return f"{batch}{record.heads}{kv}x{widths(record)} {record.mask} {dtype}"
+
+
+def widths(record: Record) -> str:
+    """Elements of a head, and of its values if they are fewer, such as `192/128`."""
+    return f"{record.head_dim}/{record.v_head_dim}" if record.v_head_dim else str(record.head_dim)
+
+
+def lengths(record: Record) -> str:
+    """The tokens of a sequence, and its keys if there are others, such as `8k, 128k keys`."""
+    return tokens(record.seqlen) + (f", {tokens(record.kv_seqlen)} keys" if record.kv_seqlen else "")
 
 
 def tokens(seqlen: int) -> str:

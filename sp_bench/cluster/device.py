@@ -180,11 +180,13 @@ class DeviceCosts:
             notes.append(table.note())
         elif table.figures == "assumed":
             notes.append(f"the kernel rates of {self.name} are assumptions, at least in part")
+        if problem.v_head_dim:
+            notes.append(f"values of {problem.v_head_dim} are padded, and take as long as values of {problem.head_dim}")
         if isinstance(problem.blocks, PackBlocks):
             notes.append(self._pack_note(problem.blocks, table.smallest))
-        elif problem.block_tokens < table.smallest:
+        elif (tokens := min(problem.queries.largest, problem.keys.largest)) < table.smallest:
             notes.append(
-                f"blocks of {problem.block_tokens} tokens are below the smallest of the kernel figures "
+                f"blocks of {tokens} tokens are below the smallest of the kernel figures "
                 f"({table.smallest}); their rate is taken to be that one's, which is too fast"
             )
         return notes

@@ -32,7 +32,7 @@ from sp_bench.run.attention import SequenceParallelAttention
 from sp_bench.run.calls import agreement_of
 from sp_bench.run.groups import world
 
-NOT_DONE = ("softcap", "s_aux", "sinks", "position_bias", "attention_bias", "head_mask", "indices", "block_indices")
+NOT_DONE = ("softcap", "position_bias", "attention_bias", "head_mask", "indices", "block_indices")
 """Arguments of a model's attention that change its result."""
 RULE = "every rank passes the whole batch and gets its own tokens of it, so that all must have the same one"
 MOST_MASKS = 16
@@ -171,7 +171,7 @@ class Parallel:
         if scaling is not None and scaling != query.shape[-1] ** -0.5:
             query = query * (scaling * math.sqrt(query.shape[-1]))
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return attention(q, k, v, seqlen=seqlen), None
+        return attention(q, k, v, seqlen=seqlen, sinks=_sinks(given)), None
 
     def _batch_of(self, module: torch.nn.Module, query: Tensor, given: dict[str, Any]) -> Batch | None:
         """The batch that the layer was told of; None if the caller dealt tokens without `deal`."""
@@ -237,6 +237,14 @@ def _sees(module: torch.nn.Module, attention_mask: Tensor | Sees | None, given: 
     if window is not None and not causal:
         return Sees(unknown=f"a window of {window} tokens to both sides")
     return Sees(bool(causal), None if window is None else int(window) - 1, chunk=chunk if causal else None)
+
+
+def _sinks(given: dict[str, Any]) -> Tensor | None:
+    """The learned scores that a layer's softmax has besides those of keys, by the names that models give them: (H,)."""
+    found = [x for name in ("s_aux", "sinks") if (x := given.get(name)) is not None]
+    if len(found) > 1:
+        raise RequestError("s_aux and sinks", "are two names of one thing", "one of them would work")
+    return found[0] if found else None
 
 
 def _refuse(query: Tensor, key: Tensor, dropout: float, given: dict[str, Any]) -> None:

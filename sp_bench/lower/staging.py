@@ -87,7 +87,7 @@ def staging_buffers(
         if isinstance(op, AllToAll):
             pieces = tuple(
                 TensorSpec(
-                    (op.group.size, *problem.field_shape(field, problem.local_seqlen)),
+                    (op.group.size, *problem.field_shape(field, problem.shards_of(field).most)),
                     problem.field_dtype(field, wire=True),
                 )
                 for field in by_heads(op)
@@ -153,14 +153,15 @@ def is_sum(op: ReduceScatter) -> bool:
 def goes_in_place(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) -> bool:
     """Whether an AllToAll can send from, or receive into, the chunk by heads without a staging buffer.
 
-    It can if the pieces are contiguous there and held in their wire dtype. The chunk by tokens, which has all heads of
+    It can if the pieces are contiguous there, as those of a history and of new keys are not, and held in their wire
+    dtype. The chunk by tokens, which has all heads of
     a token together, always needs packing or unpacking.
     """
     chunk = op.recv if op.to_heads else op.send
     held = (problem.field_dtype(field, wire=False, summed=chunk not in unsummed) for field in chunk.tensor.fields)
     sent = (problem.field_dtype(field, wire=True) for field in by_heads(op))
     as_held = all(here == there for here, there in zip(held, sent, strict=False))  # a partial's statistics stay
-    return as_held and problem.batch == 1
+    return as_held and problem.batch == 1 and len(problem.shards_of(chunk.tensor).stretches) == 1
 
 
 def packed_bytes(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) -> tuple[int, int]:

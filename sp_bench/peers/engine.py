@@ -90,7 +90,7 @@ class PeerEngine:
         """Bytes sent by phase and operation, the same each time; empty if some operations can't be counted."""
         problem, dtype = self.problem, getattr(torch, self.problem.dtype)
         q, k, v = (
-            torch.zeros(problem.batch, problem.local_seqlen, heads, problem.head_dim, dtype=dtype, device=self._device)
+            torch.zeros(problem.batch, problem.queries.most, heads, problem.head_dim, dtype=dtype, device=self._device)
             for heads in (problem.heads, problem.kv_heads, problem.kv_heads)
         )
         with Traffic() as forward:

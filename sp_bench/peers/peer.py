@@ -130,6 +130,14 @@ class Peer(ABC):
 
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError for a problem that the algorithm can't compute."""
+        if problem.kv_seqlen:
+            rule = f"a peer is called with as many keys as queries, seqlen={problem.seqlen}"
+            raise RequestError(f"kv_seqlen={problem.kv_seqlen}", rule, "kv_seqlen=null, or another method, would work")
+        if problem.v_head_dim:
+            rule = f"a peer is called with values as wide as keys, head_dim={problem.head_dim}"
+            raise RequestError(
+                f"v_head_dim={problem.v_head_dim}", rule, "v_head_dim=null, or another method, would work"
+            )
         unit = problem.n * (2 if self.layout == "zigzag" else 1)
         if problem.seqlen % unit:
             low, high = problem.seqlen // unit * unit, (problem.seqlen // unit + 1) * unit

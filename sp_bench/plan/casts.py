@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sp_bench.errors import RequestError
 from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.groups import Group
 from sp_bench.plan.intervals import Runs, Sizes, regions_between, regions_of_runs, runs_of, sizes_of
@@ -157,8 +158,17 @@ class Casts:
         return change[:, :-1].cumsum(axis=1) > 0
 
 
+def refuse_other_keys(method: str, problem: Problem) -> None:
+    """Raise RequestError where keys are not the queries' own tokens, whose rows are cast."""
+    if problem.kv_seqlen:
+        rule = f"{method} casts rows of tokens that are queries and keys, and there are seqlen={problem.seqlen}"
+        would_work = f"kv_seqlen={problem.seqlen}, or another method such as all_gather, would work"
+        raise RequestError(f"kv_seqlen={problem.kv_seqlen}", rule, would_work)
+
+
 def casts(problem: Problem) -> Casts:
     """The rows that the chunks of a problem need of each other."""
+    assert not problem.kv_seqlen, "refuse_other_keys comes first"
     mask = problem.mask
     pack = mask if isinstance(mask, Packed) else Documents((problem.seqlen,), causal=mask == CAUSAL)
     return _casts(pack, problem.layout, problem.n // problem.layout.head_parallel)

@@ -106,7 +106,7 @@ class Dealt(Layout):
     def boundary(self, chunks: int, seqlen: int) -> int:
         raise NotImplementedError("every chunk differs")
 
-    def refuse(self, n: int, seqlen: int) -> None:
+    def refuse(self, n: int, seqlen: int, key: str = "seqlen") -> None:
         """Any number of ranks will do."""
 
 

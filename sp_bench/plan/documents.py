@@ -121,10 +121,10 @@ class Packed(Mask):
         keys = _flat(kv)
         return regions_between(np.searchsorted(keys, first), np.searchsorted(keys, stop))
 
-    def blocks(self, layout: Layout, n: int, seqlen: int) -> PackBlocks:
+    def blocks(self, layout: Layout, n: int, seqlen: int, kv_seqlen: int | None = None) -> PackBlocks:
         return _blocks(self, layout, n, seqlen)
 
-    def pairs(self, seqlen: int) -> float:
+    def pairs(self, seqlen: int, kv_seqlen: int | None = None) -> float:
         """(query, key) pairs that MFU counts: those that are seen, or by convention half a causal document's square."""
         if self.windowed:
             first, stop = self.sees(np.arange(self.seqlen))
@@ -161,8 +161,13 @@ class Packed(Mask):
         kept = int(np.searchsorted(self.edges, seqlen, side="left"))
         return f"the first {kept} documents with {seqlen - int(self.edges[kept - 1])} tokens of the last of them"
 
-    def refuse(self, seqlen: int) -> None:
-        """Raise RequestError unless the documents fill the sequence."""
+    def refuse(self, seqlen: int, kv_seqlen: int | None = None) -> None:
+        """Raise RequestError unless the documents fill the sequence, and its tokens are queries and keys alike."""
+        if kv_seqlen not in (None, seqlen):
+            rule = f"documents and windows have as many keys as queries, and seqlen={seqlen}"
+            raise RequestError(
+                f"kv_seqlen={kv_seqlen}", rule, f"kv_seqlen={seqlen}, or mask=causal or full, would work"
+            )
         if self.seqlen != seqlen:
             shown = ", ".join(map(str, self.lengths[:MOST_SHOWN])) + (", ..." if len(self.lengths) > MOST_SHOWN else "")
             raise RequestError(
@@ -263,7 +268,7 @@ class PackBlocks(Blocks):
 
     def regions_of(self, kind: int) -> Regions:
         if kind not in self.found:
-            q, kv = map(self._positions, divmod(int(kind), self.chunks))
+            q, kv = map(self._queries, divmod(int(kind), self.chunks))
             self.found[kind] = self.mask.regions(q, kv) if self.computes[kind] else ()
         return self.found[kind]
 
@@ -276,7 +281,7 @@ class PackBlocks(Blocks):
         """The chunk of each position: (seqlen,)."""
         owner = np.empty(self.seqlen, np.int64)
         for chunk in range(self.chunks):
-            for run in self._positions(chunk):
+            for run in self._queries(chunk):
                 owner[run.start : run.stop : run.step] = chunk
         return owner
 
@@ -287,7 +292,7 @@ class PackBlocks(Blocks):
     @cached_property
     def computes(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether any pair of each class is computed, (classes,): found without counting pairs."""
-        dealt = [runs_of(self._positions(chunk)) for chunk in range(self.chunks)]
+        dealt = [runs_of(self._queries(chunk)) for chunk in range(self.chunks)]
         if not all(dealt):
             return self.pairs > 0
         owner = np.repeat(np.arange(self.chunks), [runs.start.size for runs in dealt if runs])
@@ -392,7 +397,7 @@ class PackBlocks(Blocks):
 @lru_cache(maxsize=32)
 def _blocks(mask: Packed, layout: Layout, n: int, seqlen: int) -> PackBlocks:
     # Counting pairs takes long, and a method's variants deal alike.
-    return PackBlocks(mask, layout, n, seqlen)
+    return PackBlocks(mask, layout, n, seqlen, seqlen)
 
 
 def _flat(positions: Positions) -> np.ndarray:

@@ -57,7 +57,7 @@ def fusible(problem: Problem) -> bool:
     chunks = problem.n // degree
     if problem.batch > 1 or not problem.mask.sends_unseen or chunks == 1:
         return False
-    if problem.seqlen % (chunks * layout.pieces):
+    if any(tokens % (chunks * layout.pieces) for side in (problem.queries, problem.keys) for tokens in side.stretches):
         return False
     both = (blocks.regions_of(blocks.of(*pair)) for pair in ((0, degree), (degree, 0)))
     return all(region.kind is RegionKind.FULL for regions in both for region in regions)

@@ -12,6 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Self
+
+import numpy as np
 
 from sp_bench.errors import RequestError
 
@@ -83,16 +88,108 @@ class Layout:
         longer = seqlen % (chunks * self.pieces)
         return longer if longer < chunks else (2 * chunks - longer) % chunks
 
-    def refuse(self, n: int, seqlen: int) -> None:
-        """Raise RequestError where seqlen leaves a piece or a rank without a token."""
+    def refuse(self, n: int, seqlen: int, key: str = "seqlen") -> None:
+        """Raise RequestError where a length, that of `key`, leaves a piece or a rank without a token."""
         least = n // self.head_parallel * max(self.pieces, self.head_parallel)
         if seqlen < least:
             pieces = f"each of {self.pieces} pieces of every chunk" if self.pieces > 1 else "every chunk"
             raise RequestError(
-                f"seqlen={seqlen}",
+                f"{key}={seqlen}",
                 f"the {self.name} layout for {n} ranks has at least a token in {pieces} and on every rank",
-                f"seqlen={least} or more would work",
+                f"{key}={least} or more would work",
             )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The tokens of one side of an attention, its queries or its keys, as a layout deals them to `n` ranks.
+
+    Each of the `stretches` is dealt on its own, one after the other: keys may be a history and then the keys of the
+    queries' own tokens, so that a rank has these where it has the queries. A stretch but the last may be too short for
+    every rank to have some of it.
+    """
+
+    layout: Layout
+    n: int
+    stretches: tuple[int, ...]
+    """Tokens of each stretch."""
+
+    @classmethod
+    def of(cls, layout: Layout, n: int, seqlen: int, history: int = 0) -> Self:
+        """The shards of `seqlen` tokens, of which the first `history` are dealt on their own."""
+        return cls(layout, n, (history, seqlen - history) if history else (seqlen,))
+
+    @property
+    def seqlen(self) -> int:
+        """Tokens of all stretches together."""
+        return sum(self.stretches)
+
+    @property
+    def chunks(self) -> int:
+        """How many layout chunks there are."""
+        return self.n // self.layout.head_parallel
+
+    def tokens(self, rank):
+        """How many tokens each of one or an array of ranks owns; a single number where all own the same."""
+        return sum(self.layout.tokens(rank, self.n, seqlen) for seqlen in self.stretches)
+
+    def chunk_tokens(self, chunk):
+        """How many tokens each of one or an array of chunks has; a single number where all have the same."""
+        return sum(self.layout.chunk_tokens(chunk, self.chunks, seqlen) for seqlen in self.stretches)
+
+    def positions(self, rank: int) -> Positions:
+        """The positions of the tokens that a rank owns, in its own order."""
+        return self._one_after_the_other(lambda seqlen: self.layout.positions(rank, self.n, seqlen))
+
+    def chunk_positions(self, chunk: int) -> Positions:
+        """The positions of a chunk's tokens, in its order, ascending."""
+        return self._one_after_the_other(lambda seqlen: self.layout.ranges(chunk, self.chunks, seqlen))
+
+    def runs(self, rank: int) -> tuple[range, ...]:
+        """The indices within its chunk of the tokens that a rank owns: a run of each stretch."""
+        degree = self.layout.head_parallel
+        chunk = [self.layout.chunk_tokens(rank // degree, self.chunks, seqlen) for seqlen in self.stretches]
+        runs = [self.layout.run(rank, self.n, seqlen) for seqlen in self.stretches]
+        starts = accumulate(chunk, initial=0)
+        return tuple(range(start + run.start, start + run.stop) for start, run in zip(starts, runs, strict=False))
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all ranks own as many tokens, in chunks of one size."""
+        return all(self.layout.is_even(self.n, seqlen) for seqlen in self.stretches)
+
+    @cached_property
+    def most(self) -> int:
+        """Tokens of the rank that owns most."""
+        if len(self.stretches) == 1:
+            return self.layout.most(self.n, self.stretches[0])
+        return int(np.max(self.tokens(np.arange(self.n))))
+
+    @cached_property
+    def largest(self) -> int:
+        """Tokens of the largest chunk."""
+        if len(self.stretches) == 1:
+            return self.layout.largest(self.n, self.stretches[0])
+        return int(np.max(self.chunk_tokens(np.arange(self.chunks))))
+
+    @cached_property
+    def boundaries(self) -> tuple[int, ...]:
+        """The chunks at which the lengths of pieces change: those before each have one token more somewhere."""
+        found = (self.layout.boundary(self.chunks, seqlen) for seqlen in self.stretches)
+        return tuple(filter(None, found))
+
+    def refuse(self, key: str = "seqlen") -> None:
+        """Raise RequestError where the length of the last stretch, called `key`, leaves a rank without a token."""
+        self.layout.refuse(self.n, self.stretches[-1], key)
+
+    def _one_after_the_other(self, dealt: Callable[[int], Positions]) -> Positions:
+        starts = accumulate(self.stretches, initial=0)
+        moved = (
+            range(run.start + start, run.stop + start, run.step)
+            for start, seqlen in zip(starts, self.stretches, strict=False)
+            for run in dealt(seqlen)
+        )
+        return tuple(filter(None, moved))
 
 
 def _taken(ranges: Sequence[range], start: int, size: int) -> Positions:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.dealers import DEALERS
-from sp_bench.plan.layout import LAYOUTS, Layout, Positions
+from sp_bench.plan.layout import LAYOUTS, Layout, Positions, Shards
 from sp_bench.plan.regions import Region, RegionKind, Regions
 
 WHOLE = "whole sequences"
@@ -49,8 +49,8 @@ class Mask(ABC):
         """The regions between query and key chunks at these global positions; both ascending."""
 
     @abstractmethod
-    def blocks(self, layout: Layout, n: int, seqlen: int) -> Blocks:
-        """The classes of blocks of `n` ranks."""
+    def blocks(self, layout: Layout, n: int, seqlen: int, kv_seqlen: int | None = None) -> Blocks:
+        """The classes of blocks of `n` ranks; `kv_seqlen` is the number of keys, by default that of queries."""
 
     @abstractmethod
     def layout(self, name: str, n: int = 1, among: Sequence[str] = ()) -> Layout:
@@ -60,11 +60,16 @@ class Mask(ABC):
         """
 
     @abstractmethod
-    def pairs(self, seqlen: int) -> float:
-        """(query, key) pairs of a sequence, as MFU counts them."""
+    def pairs(self, seqlen: int, kv_seqlen: int | None = None) -> float:
+        """(query, key) pairs of a sequence, as MFU counts them; by default there are as many keys as queries."""
 
-    def refuse(self, seqlen: int) -> None:  # noqa: B027  # most masks fit any sequence
-        """Raise RequestError for a sequence that the mask doesn't fit."""
+    @abstractmethod
+    def refuse(self, seqlen: int, kv_seqlen: int | None = None) -> None:
+        """Raise RequestError for a sequence, or a number of keys, that the mask doesn't fit."""
+
+    def history(self, seqlen: int, kv_seqlen: int) -> int:
+        """The position of the first query among the keys: how many are before all queries, and dealt on their own."""
+        return 0
 
     def scaled(self, seqlen: int, unit: int = 1) -> Mask:
         """The same mask for a shorter sequence, its documents in multiples of `unit`."""
@@ -87,8 +92,8 @@ class WholeMask(Mask):
         Pairs of chunks with the same relation and the same piece lengths have the same regions.
         """
 
-    def blocks(self, layout: Layout, n: int, seqlen: int) -> Blocks:
-        return Blocks(self, layout, n, seqlen)
+    def blocks(self, layout: Layout, n: int, seqlen: int, kv_seqlen: int | None = None) -> Blocks:
+        return Blocks(self, layout, n, seqlen, seqlen if kv_seqlen is None else kv_seqlen)
 
     def layout(self, name: str, n: int = 1, among: Sequence[str] = ()) -> Layout:
         name = self.balanced[0] if name == "auto" else name
@@ -100,8 +105,13 @@ class WholeMask(Mask):
             raise unknown("method.layout", name, [*LAYOUTS, "auto"])
         return LAYOUTS[name]
 
-    def pairs(self, seqlen: int) -> float:
-        return self.flops_share * seqlen**2
+    def pairs(self, seqlen: int, kv_seqlen: int | None = None) -> float:
+        kv_seqlen = seqlen if kv_seqlen is None else kv_seqlen
+        history = self.history(seqlen, kv_seqlen)
+        return seqlen * history + self.flops_share * seqlen * (kv_seqlen - history)
+
+    def refuse(self, seqlen: int, kv_seqlen: int | None = None) -> None:
+        """Take any number of queries, and of keys as many."""
 
 
 @dataclass(frozen=True)
@@ -132,12 +142,23 @@ class Causal(WholeMask):
     balanced: ClassVar[tuple[str, ...]] = ("striped", "zigzag")
 
     def regions(self, q: Positions, kv: Positions) -> Regions:
-        if q == kv:
-            return _filled([Region(RegionKind.CAUSAL, range(_count(q)), range(_count(kv)))])
         found: list[Region] = []
-        for (rows, queries), (columns, keys) in product(_numbered(q), _numbered(kv)):
+        before = _numbered(kv)
+        if q == kv[-len(q) :]:
+            found = [Region(RegionKind.CAUSAL, range(_count(q)), range(_count(kv) - _count(q), _count(kv)))]
+            before = before[: -len(q)]
+        for (rows, queries), (columns, keys) in product(_numbered(q), before):
             found += _staircase(rows, queries, columns, keys)
         return _merged(_filled(found))
+
+    def refuse(self, seqlen: int, kv_seqlen: int | None = None) -> None:
+        """Raise RequestError for fewer keys than queries, which are the last of the keys' tokens."""
+        if kv_seqlen is not None and kv_seqlen < seqlen:
+            rule = f"under mask=causal the queries are the last of the keys' tokens, and there are seqlen={seqlen}"
+            raise RequestError(f"kv_seqlen={kv_seqlen}", rule, f"kv_seqlen={seqlen} or more, or mask=full, would work")
+
+    def history(self, seqlen: int, kv_seqlen: int) -> int:
+        return kv_seqlen - seqlen
 
     def relation(self, q_chunk, kv_chunk) -> Any:
         """0, 1 or 2: the query chunk is below, equal to or above the key chunk."""
@@ -166,7 +187,7 @@ def _staircase(rows: range, queries: range, columns: range, keys: range) -> list
     ahead = (queries.start - keys.start) // (queries.step if len(queries) > 1 else keys.step)
     if ahead == -1 and len(rows) == len(columns):
         return [Region(RegionKind.STRICT, rows, columns)]
-    if ahead >= max(len(columns) - 1, 1):
+    if ahead >= max(len(columns) - 1, 1) or keys[-1] < queries[0]:
         return [Region(RegionKind.FULL, rows, columns)]
     first = max(0, -ahead)
     """The first query that sees a key."""
@@ -226,27 +247,40 @@ class Blocks:
     """The classes of blocks between the chunks of a layout, and which class each pair of ranks has.
 
     A class is the relation of two chunks (`Mask.relation`) and, where chunks differ in size, the sizes of both: chunks
-    before `Layout.boundary` have one token more in one of their pieces.
+    before one of `Shards.boundaries` have one token more in one of their pieces. A history, which all queries see, is
+    in each block of the same relation alike.
     """
 
     mask: WholeMask
     layout: Layout
     n: int
     seqlen: int
+    kv_seqlen: int
+
+    @cached_property
+    def queries(self) -> Shards:
+        """The tokens of queries as they are dealt."""
+        return Shards(self.layout, self.n, (self.seqlen,))
+
+    @cached_property
+    def keys(self) -> Shards:
+        """The tokens of keys as they are dealt."""
+        return Shards.of(self.layout, self.n, self.kv_seqlen, self.mask.history(self.seqlen, self.kv_seqlen))
 
     def of(self, q_rank, kv_rank) -> Any:
         """The class of the block between the layout chunks of two ranks, or of two arrays of ranks."""
         degree = self.layout.head_parallel
         q, kv = (q_rank // degree, kv_rank // degree) if degree > 1 else (q_rank, kv_rank)
-        relation = self.mask.relation(q, kv)
-        if not self._boundary:
-            return relation
-        return 4 * relation + 2 * (q >= self._boundary) + 1 * (kv >= self._boundary)
+        found = self.mask.relation(q, kv)
+        for chunk, boundaries in zip((q, kv), self._boundaries, strict=True):
+            for boundary in boundaries:
+                found = 2 * found + (chunk >= boundary)
+        return found
 
     @property
     def numbering(self) -> Hashable:
         """Blocks with the same one have the same `of`."""
-        return self.mask, self.n, self.layout.head_parallel, self._boundary
+        return self.mask, self.n, self.layout.head_parallel, self._boundaries
 
     def regions_of(self, kind: int) -> Regions:
         """The regions of a class; empty for one that no pair of ranks has."""
@@ -260,7 +294,8 @@ class Blocks:
     @cached_property
     def _regions(self) -> tuple[Regions, ...]:
         found = {
-            kind: self.mask.regions(self._positions(q), self._positions(kv)) for kind, (q, kv) in self._examples.items()
+            kind: self.mask.regions(self._queries(q), self.keys.chunk_positions(kv))
+            for kind, (q, kv) in self._examples.items()
         }
         return tuple(found.get(kind, ()) for kind in range(1 + max(found)))
 
@@ -274,15 +309,15 @@ class Blocks:
                 found.append(range(min(r.start for r in rows), max(r.stop for r in rows)))
             else:
                 q, _ = self._examples.get(kind, (0, 0))
-                found.append(range(_count(self._positions(q))))
+                found.append(range(self.queries.chunk_tokens(q)))
         return tuple(found)
 
     def parts(self, *, keys: bool) -> Sequence[Part]:
         """For each class, the part of a query chunk's rows, or of a chunk's `keys`, that the block has."""
-        found = []
+        found, side = [], self.keys if keys else self.queries
         for kind, regions in enumerate(self._regions):
             example = self._examples.get(kind)
-            whole = _count(self._positions(example[keys])) if example else 1
+            whole = side.chunk_tokens(example[keys]) if example else 1
             runs = [region.kv if keys else region.q for region in regions]
             seen = max((run.stop for run in runs), default=whole) - min((run.start for run in runs), default=0)
             strict = any(region.kind is RegionKind.STRICT for region in regions)
@@ -303,7 +338,7 @@ class Blocks:
     def narrows(self) -> bool:
         """Whether some block computes only a part of its chunks' rows or keys."""
         for kind, (q, kv) in self._examples.items():
-            whole = tuple(range(_count(self._positions(chunk))) for chunk in (q, kv))
+            whole = (range(self.queries.chunk_tokens(q)), range(self.keys.chunk_tokens(kv)))
             if any(r.kind is RegionKind.STRICT or (r.q, r.kv) != whole for r in self._regions[kind]):
                 return True
         return False
@@ -312,7 +347,7 @@ class Blocks:
     def skips_queries(self) -> bool:
         """Whether some block needs only some of its query rows."""
         rows = ((len(self.rows_seen[kind]), q) for kind, (q, _) in self._examples.items())
-        return any(seen < _count(self._positions(q)) for seen, q in rows)
+        return any(seen < self.queries.chunk_tokens(q) for seen, q in rows)
 
     @property
     def chunks(self) -> int:
@@ -320,15 +355,21 @@ class Blocks:
         return self.n // self.layout.head_parallel
 
     @cached_property
-    def _boundary(self) -> int:
-        return self.layout.boundary(self.chunks, self.seqlen)
+    def _boundaries(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Those of queries and of keys."""
+        return self.queries.boundaries, self.keys.boundaries
 
     @cached_property
     def _examples(self) -> Mapping[int, tuple[int, int]]:
         """A (query chunk, key chunk) of each class: every class occurs among the first and last chunks of each size."""
-        edges = {0, 1, self._boundary - 2, self._boundary - 1, self._boundary, self._boundary + 1, self.chunks - 1}
+        edges = {0, 1, self.chunks - 1}
+        for boundary in (0, *(each for side in self._boundaries for each in side)):
+            edges |= {boundary - 2, boundary - 1, boundary, boundary + 1}
         chunks, step = sorted(edges & set(range(self.chunks))), self.layout.head_parallel
         return {int(self.of(q * step, kv * step)): (q, kv) for q, kv in product(chunks, repeat=2)}
 
-    def _positions(self, chunk: int) -> Positions:
-        return self.layout.ranges(chunk, self.chunks, self.seqlen)
+    def _queries(self, chunk: int) -> Positions:
+        """The positions of a chunk's queries among the keys."""
+        ahead = self.mask.history(self.seqlen, self.kv_seqlen)
+        runs = self.queries.chunk_positions(chunk)
+        return tuple(range(run.start + ahead, run.stop + ahead, run.step) for run in runs)

@@ -1,7 +1,8 @@
 """The problem that a plan solves: shapes, dtypes, mask, number of ranks, and the bytes of each tensor.
 
-Shape legend, here and everywhere: B batch, S tokens, H heads, D head_dim. A rank owns S = seqlen / n tokens. If n
-doesn't divide seqlen, ranks differ by a token; functions that depend on it take an owner's rank, or an array of ranks.
+Shape legend, here and everywhere: B batch, S tokens, H heads, D head_dim. A rank owns S = seqlen / n tokens of queries,
+and kv_seqlen / n of keys. If n doesn't divide seqlen, ranks differ by a token; functions that depend on it take an
+owner's rank, or an array of ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.layout import Layout
+from sp_bench.plan.layout import Layout, Shards
 from sp_bench.plan.mask import CAUSAL, Blocks, Mask
 from sp_bench.plan.tensors import Field, Kind, Tensor
 
@@ -25,10 +26,18 @@ class Problem:
     n: int
     """The number of ranks."""
     seqlen: int
-    """Tokens of the whole sequence."""
+    """Tokens of the whole sequence: queries."""
+    kv_seqlen: int | None = None
+    """Keys of the whole sequence if there are more or fewer than queries; `keys.seqlen` is their number in any case.
+    Under a causal mask the queries are the last of the keys' tokens: a part of a prompt after what is cached of it.
+    Under mask=full there may be any number: cross-attention."""
     heads: int
     kv_heads: int
     head_dim: int
+    """Elements of a head of queries and keys."""
+    v_head_dim: int | None = None
+    """Elements of a head of values and outputs if they are fewer, as in multi-head latent attention (DeepSeek-V2, Liu
+    et al. 2024, section 2.1); `value_dim` is their number in any case."""
     batch: int = 1
     mask: Mask = CAUSAL
     dtype: str = "bfloat16"
@@ -43,8 +52,10 @@ class Problem:
     so that each has as many of every key head."""
 
     def __post_init__(self) -> None:
-        for key in ("n", "seqlen", "heads", "kv_heads", "head_dim", "batch"):
-            if getattr(self, key) < 1:
+        object.__setattr__(self, "kv_seqlen", None if self.kv_seqlen == self.seqlen else self.kv_seqlen)
+        object.__setattr__(self, "v_head_dim", None if self.v_head_dim == self.head_dim else self.v_head_dim)
+        for key in ("n", "seqlen", "kv_seqlen", "heads", "kv_heads", "head_dim", "v_head_dim", "batch"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
                 name = "gpus" if key == "n" else key
                 raise RequestError(f"{name}={getattr(self, key)}", "must be at least 1", f"{name}=1 would work")
         if self.dtype not in DTYPE_BYTES:
@@ -59,30 +70,64 @@ class Problem:
                 f"must divide heads={self.heads} (each key head serves the same number of query heads)",
                 f"one of {', '.join(map(str, divisors))} would work",
             )
-        self.mask.refuse(self.seqlen)
-        self.layout.refuse(self.n, self.seqlen)
+        if self.value_dim > self.head_dim:
+            rule = f"kernels pad values to the width of keys, head_dim={self.head_dim}"
+            raise RequestError(f"v_head_dim={self.v_head_dim}", rule, f"v_head_dim={self.head_dim} or less would work")
+        self.mask.refuse(self.seqlen, self.kv_seqlen)
+        self.queries.refuse()
+        self.keys.refuse("kv_seqlen")
         assert self.head_slices % self.query_parts == 0, "every slice of the key heads has as many of the query heads"
         assert self.query_parts == 1 or self.heads // self.kv_heads % self.query_parts == 0, "groups of heads are cut"
 
-    @property
-    def local_seqlen(self) -> int:
-        """S, the tokens of the rank that owns most."""
-        return self.layout.most(self.n, self.seqlen)
+    @cached_property
+    def queries(self) -> Shards:
+        """The tokens of queries as they are dealt to ranks."""
+        return Shards(self.layout, self.n, (self.seqlen,))
+
+    @cached_property
+    def keys(self) -> Shards:
+        """The tokens of keys as they are dealt to ranks."""
+        return Shards.of(self.layout, self.n, self.kv_seqlen or self.seqlen, self.history)
 
     @property
-    def block_tokens(self) -> int:
-        """The tokens of the largest layout chunk: queries, and keys, of the largest block."""
-        return self.layout.largest(self.n, self.seqlen)
+    def value_dim(self) -> int:
+        """Elements of a head of values and outputs."""
+        return self.v_head_dim or self.head_dim
+
+    def width(self, field: Field) -> int:
+        """Elements of a head of a field."""
+        return self.value_dim if field.of_values else self.head_dim
+
+    @property
+    def measured_as(self) -> str:
+        """The class of problems whose measurements say how far simulations of this one are off (point.backing)."""
+        apart = ["other keys than queries"] if self.kv_seqlen else []
+        apart += ["narrow values"] if self.v_head_dim else []
+        return ", ".join(apart) or self.mask.measured_as
+
+    @property
+    def history(self) -> int:
+        """How many keys are before all queries, and are dealt on their own."""
+        return self.mask.history(self.seqlen, self.kv_seqlen or self.seqlen)
+
+    def shards_of(self, rows: Field | Tensor) -> Shards:
+        """The tokens of which a field or a tensor has rows: keys or queries."""
+        return self.keys if rows.of_keys else self.queries
 
     @cached_property
     def blocks(self) -> Blocks:
         """The classes of blocks between chunks under the mask, and the class of each pair of ranks."""
-        return self.mask.blocks(self.layout, self.n, self.seqlen)
+        return self.mask.blocks(self.layout, self.n, self.seqlen, self.keys.seqlen)
 
     @cached_property
     def is_even(self) -> bool:
         """Whether all ranks own as many tokens, in layout chunks of one size."""
-        return self.layout.is_even(self.n, self.seqlen)
+        return self.queries.is_even and self.keys.is_even
+
+    @property
+    def pairs(self) -> float:
+        """(query, key) pairs of a head of the sequence, as MFU counts them."""
+        return self.mask.pairs(self.seqlen, self.keys.seqlen)
 
     @property
     def key_slices(self) -> int:
@@ -110,8 +155,9 @@ class Problem:
 
     @property
     def kv_ratio(self) -> float:
-        """kv_heads / heads, the k of the volume formulas."""
-        return self.kv_heads / self.heads
+        """The k of the volume formulas: what a chunk of keys has for what one of queries has, kv_heads / heads where
+        there are as many keys as queries."""
+        return self.kv_heads * self.keys.seqlen / (self.heads * self.seqlen)
 
     def field_dtype(self, field: Field, *, wire: bool, summed: bool = True) -> str:
         """The dtype of a field, on the wire or held. `summed` says whether anything is added to a held partial."""
@@ -123,23 +169,17 @@ class Problem:
 
     def field_heads(self, field: Field) -> int:
         """Heads of a field of one chunk. A field by heads has at least one: key heads are replicated if too few."""
-        heads = self.kv_heads // self.key_slices if field.kv else self.heads // self.head_slices
+        heads = self.kv_heads // self.key_slices if field.of_keys else self.heads // self.head_slices
         return max(heads // self.layout.head_parallel, 1) if field.by_heads else heads
-
-    def tokens(self, owner):
-        """How many tokens each of one or an array of ranks owns."""
-        return self.layout.tokens(owner, self.n, self.seqlen)
-
-    def block_tokens_of(self, owner):
-        """How many tokens the layout chunk of each of one or an array of ranks has."""
-        degree = self.layout.head_parallel
-        return self.layout.chunk_tokens(owner // degree, self.n // degree, self.seqlen)
 
     def field_tokens(self, field: Field, owner=None):
         """Tokens of a field of the chunk of one or an array of owners; of the largest chunk if owner is None."""
+        shards = self.shards_of(field)
         if owner is None:
-            return self.block_tokens if field.by_heads else self.local_seqlen
-        return self.block_tokens_of(owner) if field.by_heads else self.tokens(owner)
+            return shards.largest if field.by_heads else shards.most
+        if field.by_heads:
+            return shards.chunk_tokens(owner // self.layout.head_parallel)
+        return shards.tokens(owner)
 
     def field_shape(self, field: Field, tokens: int | None = None) -> tuple[int, ...]:
         """The shape of `tokens` tokens of a field, (B, S, H, D) or (B, H, S); None for the largest chunk's tokens."""
@@ -147,11 +187,11 @@ class Problem:
         heads = self.field_heads(field)
         if field.kind is Kind.STATISTIC:
             return (self.batch, heads, tokens)
-        return (self.batch, tokens, heads, self.head_dim)
+        return (self.batch, tokens, heads, self.width(field))
 
     def token_bytes(self, field: Field, *, wire: bool, summed: bool = True) -> int:
         """Bytes of one token of a field of a chunk, summed over batch entries."""
-        elements = self.batch * self.field_heads(field) * (1 if field.kind is Kind.STATISTIC else self.head_dim)
+        elements = self.batch * self.field_heads(field) * (1 if field.kind is Kind.STATISTIC else self.width(field))
         return elements * DTYPE_BYTES[self.field_dtype(field, wire=wire, summed=summed)]
 
     def field_bytes(self, field: Field, *, wire: bool, summed: bool = True) -> int:
@@ -166,7 +206,9 @@ class Problem:
         """Mean bytes of a chunk of `tensor` on the wire. Papers leave statistics out."""
         fields = [field for field in tensor.fields if statistics or field.kind is not Kind.STATISTIC]
         ranks = {field: self.layout.head_parallel if field.by_heads else 1 for field in fields}
-        total = sum(self.seqlen * ranks[field] * self.token_bytes(field, wire=True) for field in fields)
+        total = sum(
+            self.shards_of(tensor).seqlen * ranks[field] * self.token_bytes(field, wire=True) for field in fields
+        )
         return Fraction(total, self.n)
 
     def needs_cast(self, tensor: Tensor, *, summed: bool = True) -> bool:
@@ -179,7 +221,18 @@ class Problem:
         return len(self.blocks.rows_seen[self.blocks.of(q_owner, kv_owner)])
 
     def scaled(self, seqlen: int, document_unit: int = 1) -> Problem:
-        """The same problem for a shorter sequence, its documents scaled to multiples of a unit and dealt again."""
+        """The same problem for a shorter sequence, its documents scaled to multiples of a unit and dealt again.
+
+        The keys are scaled alike, as unevenly over ranks as they are.
+        """
         mask = self.mask.scaled(seqlen, document_unit)
         layout = replace(mask.layout(self.layout.name), head_parallel=self.layout.head_parallel)
-        return replace(self, seqlen=seqlen, mask=mask, layout=layout)
+        return replace(self, seqlen=seqlen, kv_seqlen=self._scaled_keys(seqlen), mask=mask, layout=layout)
+
+    def _scaled_keys(self, seqlen: int) -> int | None:
+        if self.kv_seqlen is None:
+            return None
+        history = self.history > 0
+        each, more = divmod(self.kv_seqlen - history * self.seqlen, self.n)
+        least = 1 * (each > 0) if history else self.layout.pieces
+        return max(each * seqlen // self.seqlen, least) * self.n + more + history * seqlen

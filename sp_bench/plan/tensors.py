@@ -29,8 +29,10 @@ class Field:
 
     name: str
     kind: Kind
-    kv: bool = False
-    """Whether it has kv_heads heads; otherwise it has heads."""
+    of_keys: bool = False
+    """Whether it has a row for each key, of kv_heads heads; otherwise one for each query, of all heads."""
+    of_values: bool = False
+    """Whether its heads have as many elements as those of values, v_head_dim; otherwise head_dim."""
     by_heads: bool = False
     """Whether it has one rank's heads of all tokens of a layout chunk that ranks share."""
 
@@ -95,14 +97,15 @@ class Tensor:
         return named, (self.name,)
 
 
-_Q, _OUT, _DOUT = (Field(name, Kind.COMPUTE) for name in ("q", "out", "dout"))
+_Q = Field("q", Kind.COMPUTE)
+_OUT, _DOUT = (Field(name, Kind.COMPUTE, of_values=True) for name in ("out", "dout"))
 _LSE, _DELTA = (Field(name, Kind.STATISTIC) for name in ("lse", "delta"))
-_K, _V = (Field(name, Kind.COMPUTE, kv=True) for name in ("k", "v"))
-_DK, _DV = (Field(name, Kind.PARTIAL, kv=True) for name in ("dk", "dv"))
+_K, _V = (Field(name, Kind.COMPUTE, of_keys=True, of_values=name == "v") for name in ("k", "v"))
+_DK, _DV = (Field(name, Kind.PARTIAL, of_keys=True, of_values=name == "dv") for name in ("dk", "dv"))
 
 Q = Tensor("q", (_Q,), Role.OPERAND)
 KV = Tensor("kv", (_K, _V), Role.OPERAND, of_keys=True)
-O = Tensor("o", (Field("out", Kind.PARTIAL), _LSE), Role.OUTPUT)  # noqa: E741  # the papers' letter
+O = Tensor("o", (Field("out", Kind.PARTIAL, of_values=True), _LSE), Role.OUTPUT)  # noqa: E741  # the papers' letter
 OUT = Tensor("out", (_OUT,), Role.RESULT)
 """A complete O."""
 DO = Tensor("do", (_DOUT,), Role.OPERAND)

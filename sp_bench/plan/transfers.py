@@ -35,7 +35,7 @@ def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[
     if isinstance(op, AllToAll):
         found = []
         for group, shift in peers(op):
-            tokens = problem.tokens(rank if op.to_heads else group.member(rank, shift))
+            tokens = problem.shards_of(op.recv.tensor).tokens(rank if op.to_heads else group.member(rank, shift))
             found.append({f.name: tokens * problem.token_bytes(f, wire=True) for f in by_heads(op)})
         return found
     if isinstance(op, RowCollective):
@@ -90,10 +90,10 @@ def by_heads(op: AllToAll) -> tuple[Field, ...]:
 
 def piece_bytes(problem: Problem, field: Field) -> int:
     """Wire bytes of one piece of an all-to-all: one rank's heads of the tokens of the rank that owns most."""
-    return problem.local_seqlen * problem.token_bytes(field, wire=True)
+    return problem.shards_of(field).most * problem.token_bytes(field, wire=True)
 
 
 def adds_up(op: AllToAll, problem: Problem, field: Field) -> bool:
     """Whether the owner sums a field from several ranks, because they share a key head."""
-    heads = problem.kv_heads if field.kv else problem.heads
+    heads = problem.kv_heads if field.of_keys else problem.heads
     return not op.to_heads and problem.field_heads(field) * op.group.size > heads

@@ -158,7 +158,7 @@ def kind_of(request: Request, plans: Iterable[Plan]) -> Kind:
     """The kind of a request's point with these plans."""
     plans = list(plans)
     links = links_of(request.cluster, plans[0].n)
-    return Kind(request.workload.name, request.problem.mask.measured_as, transfers_of(plans), links)
+    return Kind(request.workload.name, request.problem.measured_as, transfers_of(plans), links)
 
 
 def figures_of(config: Mapping[str, Any], kind: Kind, kernel: str) -> str:

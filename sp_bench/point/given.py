@@ -20,7 +20,7 @@ from sp_bench.workload import WORKLOADS, Workload, workload_named
 
 NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", "trace")
 """Keys that don't affect a point's numbers, and so are left out of its run_id."""
-SHAPE = ("seqlen", "batch", "heads", "kv_heads", "head_dim")
+SHAPE = ("seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim", "v_head_dim")
 """Fields of a problem that have the same names in a config and in a record."""
 
 
@@ -29,10 +29,12 @@ class Values(Section, frozen=True, kw_only=True):
 
     gpus: Count
     seqlen: Tokens
+    kv_seqlen: Tokens | None
     batch: Count
     heads: Count
     kv_heads: Count
     head_dim: Count
+    v_head_dim: Count | None
     trace: Natural
     iters: Count
     warmup: Natural
@@ -43,9 +45,14 @@ class Values(Section, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Those of a config, with kv_heads filled in. Raises RequestError for an invalid one."""
+        """Those of a config, with kv_heads filled in, and without a kv_seqlen or v_head_dim that says nothing new.
+
+        Raises RequestError for an invalid one.
+        """
         given = {key: config[key] for key in cls.__struct_fields__}
-        return read(cls, given | {"kv_heads": given["heads"] if given["kv_heads"] is None else given["kv_heads"]})
+        found = read(cls, given | {"kv_heads": given["heads"] if given["kv_heads"] is None else given["kv_heads"]})
+        alike = {"kv_seqlen": found.seqlen, "v_head_dim": found.head_dim}
+        return structs.replace(found, **{key: None for key, usual in alike.items() if getattr(found, key) == usual})
 
 
 @dataclass(frozen=True, kw_only=True)

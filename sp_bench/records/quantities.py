@@ -30,6 +30,9 @@ class Asked:
     """The number of GPUs, which is that of ranks times train.tensor_parallel."""
     seqlen: Annotated[int, Setting("sequence length", words="tokens")]
     """Tokens of the whole sequence."""
+    kv_seqlen: Annotated[int | None, Setting("keys", words="tokens")] = None
+    """Keys of the whole sequence, if there are others than queries: with a causal mask a history and then the queries'
+    own tokens, with a full one those of another sequence. None: as many as queries."""
     batch: Annotated[int, Setting("batch")]
     """The number of sequences."""
     heads: Annotated[int, Setting("query heads")]
@@ -38,6 +41,8 @@ class Asked:
     """The number of key heads."""
     head_dim: Annotated[int, Setting("head dimension")]
     """Elements of a head."""
+    v_head_dim: Annotated[int | None, Setting("value dimension")] = None
+    """Elements of a head of values and outputs, if they are fewer than those of queries and keys."""
     mask: Annotated[str, Setting("mask")] = ""
     """The name of the attention mask. Files without it get causal or full, by `causal`."""
     causal: Annotated[bool, Setting()]

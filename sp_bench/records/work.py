@@ -17,10 +17,10 @@ from sp_bench.reading import Tokens, read
 from sp_bench.records.record import Record
 from sp_bench.resources import CONF, conf_content
 
-ATTENTION = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}
-"""FLOPs of the attention in a step over those of its forward, by phase."""
+PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "forward_backward": (4, 3)}
+"""How many matrix products of a block are as wide as keys, and how many as wide as values, by phase."""
 MATRICES = {"forward": 1.0, "backward": 2.0, "forward_backward": 3.0}
-"""The same of a model's matrices."""
+"""FLOPs of a model's matrices in a step over those of its forward, by phase."""
 
 
 class Peak(NamedTuple):
@@ -35,7 +35,7 @@ def step_flops(record: Record) -> float | None:
 
     A causal mask counts half, a backward 2.5 times its forward, and what is recomputed nothing.
     """
-    if record.phase not in ATTENTION or record.workload not in ("attention", "train", "dit"):
+    if record.phase not in PRODUCTS or record.workload not in ("attention", "train", "dit"):
         return None
     try:
         pairs = _pairs(record)
@@ -43,7 +43,9 @@ def step_flops(record: Record) -> float | None:
         return None
     if pairs is None:
         return None
-    attention = 4.0 * record.batch * pairs * record.heads * record.head_dim * ATTENTION[record.phase]
+    of_keys, of_values = PRODUCTS[record.phase]
+    width = of_keys * record.head_dim + of_values * (record.v_head_dim or record.head_dim)
+    attention = 2.0 * record.batch * pairs * record.heads * width
     if record.workload == "attention":
         return attention
     model = (record.config or {}).get("model") or {}
@@ -71,8 +73,10 @@ def _pairs(record: Record) -> float | None:
     """(query, key) pairs of one head of one sequence, as MFU counts them."""
     seqlen, config = record.seqlen, record.config or {}
     left, right = record.window or (None, None)
-    if record.mask in ("causal", "full"):
-        return seqlen**2 * (0.5 if record.mask == "causal" else 1.0)
+    if record.mask == "full":
+        return seqlen * (record.kv_seqlen or seqlen)
+    if record.mask == "causal":
+        return seqlen * ((record.kv_seqlen or seqlen) - seqlen) + 0.5 * seqlen**2
     if record.mask == Window.name:
         return Window((seqlen,), record.causal, left, right).pairs(seqlen)
     if record.mask == Chunked.name:

@@ -17,9 +17,9 @@ def workload_id(record: Mapping[str, Any]) -> str:
     """The workload of a record's fields, in words: attention/forward_backward/causal/1048576x1/32:32:128/bfloat16.
 
     The parts are the operation, with its model (model_in_words) if it is a training step, the phase, the mask,
-    seqlen x batch, heads:kv_heads:head_dim, and the dtype. With a window or packed documents the mask has them too;
-    documents are a hash of where their lengths come from. Method, GPUs, cluster and software are no part of it: records
-    of one workload answer one question.
+    seqlen (:kv_seqlen) x batch, heads:kv_heads:head_dim (:v_head_dim), and the dtype. With a window or packed documents
+    the mask has them too; documents are a hash of where their lengths come from. Method, GPUs, cluster and software are
+    no part of it: records of one workload answer one question.
     """
     mask = str(record.get("mask") or ("causal" if record["causal"] else "full"))
     if record.get("documents") or record.get("window"):
@@ -29,8 +29,10 @@ def workload_id(record: Mapping[str, Any]) -> str:
         config = record.get("config") or {}
         if mask.startswith("document"):
             mask += f"-{digest({key: config.get(key) for key in PACK_KEYS})[:8]}"
-    heads = ":".join(str(record[key]) for key in ("heads", "kv_heads", "head_dim"))
-    size = f"{record['seqlen']}x{record['batch']}"
+    named = ("heads", "kv_heads", "head_dim", *(["v_head_dim"] if record.get("v_head_dim") else []))
+    heads = ":".join(str(record[key]) for key in named)
+    keys = f":{record['kv_seqlen']}" if record.get("kv_seqlen") else ""
+    size = f"{record['seqlen']}{keys}x{record['batch']}"
     model = model_in_words(record)
     operation = f"{record['workload']}:{model}" if model else record["workload"]
     return "/".join((operation, record["phase"], mask, size, heads, record["dtype"]))

@@ -46,15 +46,18 @@ class Differentiable(Protocol):
     def backward(self, dout: Tensor, saved: Saved, /) -> tuple[Tensor, ...]: ...
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, engine: Differentiable) -> Tensor:
-    """The engine's attention of this rank's tokens, differentiable in q, k and v; all are (B, S, heads, D)."""
-    return _Attention.apply(q, k, v, engine)  # pyright: ignore[reportReturnType]
+def attend(q: Tensor, k: Tensor, v: Tensor, engine: Differentiable, sinks: Tensor | None = None) -> Tensor:
+    """The engine's attention of this rank's tokens, differentiable in q, k and v; all are (B, S, heads, D).
+
+    `sinks`, (H,), are for an Engine alone, in the dtype of statistics.
+    """
+    return _Attention.apply(q, k, v, sinks, engine)  # pyright: ignore[reportReturnType]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, engine: Differentiable) -> Tensor:
-        out, saved = engine.forward(q, k, v)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, engine: Any) -> Tensor:
+        out, saved = engine.forward(q, k, v) if sinks is None else engine.forward(q, k, v, sinks=sinks)
         ctx.save_for_backward(*(x for tensors in saved.values() for x in tensors))
         ctx.engine, ctx.names = engine, {name: len(tensors) for name, tensors in saved.items()}
         return out
@@ -66,7 +69,8 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         tensors = iter(ctx.saved_tensors)
         saved = {name: tuple(itertools.islice(tensors, count)) for name, count in ctx.names.items()}
-        return (*ctx.engine.backward(grad_outputs[0], saved), None)
+        gradients = ctx.engine.backward(grad_outputs[0], saved)
+        return (*gradients, *[None] * (5 - len(gradients)))
 
 
 def _fewest_bytes(method: Method, problem: Problem) -> Method:
@@ -103,6 +107,10 @@ class SequenceParallelAttention(torch.nn.Module):
     A causal sequence is dealt striped by methods that can, since neither the cluster nor the length is known here.
     `python -m sp_bench method=ring gpus=8 cluster=...` simulates striped and zigzag and says which is faster, often
     zigzag: SequenceParallelAttention("ring", layout="zigzag").
+
+    There may be more keys than queries. Under a causal mask the queries are the last tokens: the keys of the history
+    before them are dealt on their own, shard(k, history=P), so that a rank has the others with their queries. With
+    mask="full" there may be any number of keys (cross-attention), dealt like any sequence.
     """
 
     def __init__(
@@ -164,35 +172,57 @@ class SequenceParallelAttention(torch.nn.Module):
         )
         return _fewest_bytes(self.method, assumed)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, seqlen: int | None = None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        seqlen: int | None = None,
+        kv_seqlen: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attention output of this rank's queries: q (B, S, H, D), k and v (B, S, kv_heads, D) -> (B, S, H, D).
 
+        Values may have fewer elements a head than keys, and the output then has as many as they. Scores are scaled by
+        1 / sqrt(D), the D of keys.
         `seqlen` is the global length, by default S * n or that of the documents; pass it if n doesn't divide it.
+        `kv_seqlen` is that of keys, history included, by default seqlen or, for more or fewer keys than queries on a
+        rank, as many on each.
+        `sinks`, (H,), are learned scores by head that every softmax has besides those of keys (gpt-oss, OpenAI 2025);
+        their gradients on all ranks add up to the whole one, as those of other parameters do.
         Differentiable in q, k and v.
         All ranks must call it, with shapes that differ in S only. Raises RequestError for shapes or dtypes that the
         method or kernel refuses.
         """
-        return untraced(self._attend)(q, k, v, seqlen)
+        return untraced(self._attend)(q, k, v, seqlen, kv_seqlen, sinks)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None) -> Tensor:
-        engine, calls = self.engine(q, k, v, seqlen=seqlen), self._calls
-        with calls.running(engine) if calls else nullcontext():
-            return attend(q, k, v, engine)
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None, kv_seqlen: int | None, sinks: Tensor | None
+    ) -> Tensor:
+        engine = self.engine(q, k, v, seqlen=seqlen, kv_seqlen=kv_seqlen, sinks=sinks)
+        if sinks is not None:
+            sinks = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+        with calls.running(engine) if (calls := self._calls) else nullcontext():
+            return attend(q, k, v, engine, sinks)
 
-    def shard(self, x: Tensor) -> Tensor:
-        """This rank's shard of a full tensor: (B, seqlen, H, D) -> (B, S, H, D), S = seqlen / n or nearly."""
-        local, seqlen = sharding.shard(x, self.layout, self.rank, self.n), x.shape[1]
+    def shard(self, x: Tensor, history: int = 0) -> Tensor:
+        """This rank's shard of a full tensor: (B, seqlen, H, D) -> (B, S, H, D), S = seqlen / n or nearly.
+
+        Of keys under a causal mask the first `history` are those before all queries.
+        """
+        local, seqlen = sharding.shard(x, self.layout, self.rank, self.n, history), x.shape[1]
         self._uneven.pop(local.shape[1], None)
-        self._uneven |= {local.shape[1]: seqlen} if seqlen % self.n else {}
+        self._uneven |= {local.shape[1]: seqlen} if seqlen % self.n or history % self.n else {}
         return local
 
-    def unshard(self, x: Tensor) -> Tensor:
+    def unshard(self, x: Tensor, history: int = 0) -> Tensor:
         """All-gather the full tensor on every rank: (B, S, H, D) -> (B, seqlen, H, D). Not differentiable."""
-        return sharding.unshard(x, self.layout, self.group, self.n)
+        return sharding.unshard(x, self.layout, self.group, self.n, history)
 
-    def positions(self, seqlen: int) -> Tensor:
+    def positions(self, seqlen: int, history: int = 0) -> Tensor:
         """Global ids of the tokens that this rank owns in a sequence of `seqlen`: (S,) int64."""
-        return sharding.positions(self.layout, self.rank, self.n, seqlen)
+        return sharding.positions(self.layout, self.rank, self.n, seqlen, history)
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, str, str]]:
@@ -209,7 +239,16 @@ class SequenceParallelAttention(torch.nn.Module):
         """Keep engines together with another attention of the same group: few in all, and in the same memory."""
         self._engines = other._engines
 
-    def engine(self, q: Tensor, k: Tensor, v: Tensor, *, seqlen: int | None = None) -> Engine:
+    def engine(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        seqlen: int | None = None,
+        kv_seqlen: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Engine:
         """Return the engine for these shapes and dtypes; it is built at first use. Those used last are kept.
 
         All ranks must call it, with the same shapes in the same order. Of a shape that is new to it a rank tells the
@@ -223,7 +262,7 @@ class SequenceParallelAttention(torch.nn.Module):
         can't be interrupted: it logs the error.
         """
         shapes = tuple((x.shape, x.dtype, x.device) for x in (q, k, v))
-        uneven = self._uneven.get(q.shape[1]) if seqlen is None else None
+        uneven = self._cut_unevenly(q, seqlen), self._cut_unevenly(k, kv_seqlen or seqlen)
         kind = (
             self.method,
             self.kernel,
@@ -231,10 +270,11 @@ class SequenceParallelAttention(torch.nn.Module):
             self.costs,
             self.group,
         )  # attentions that share engines differ
-        key = (kind, self.mask, self._layout, shapes, seqlen, uneven)
+        sunk = None if sinks is None else (sinks.shape, sinks.device)
+        key = (kind, self.mask, self._layout, shapes, seqlen, kv_seqlen, uneven, sunk)
         engine, calls = self._engines.get(key), self._calls
         if engine is None:
-            return self._engines.keep(key, self._new_engine(q, k, v, seqlen))
+            return self._engines.keep(key, self._new_engine(q, k, v, seqlen, kv_seqlen, sinks))
         if calls:
             calls.begin(engine.words)
         return engine
@@ -244,24 +284,34 @@ class SequenceParallelAttention(torch.nn.Module):
         """The calls on the group; None if this rank is alone in it."""
         return calls_of(self.group or world()) if self.n > 1 else None
 
-    def _new_engine(self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None) -> Engine:
+    def _cut_unevenly(self, x: Tensor, told: int | None) -> int | None:
+        """The length of a sequence that `shard` cut to as many tokens, and other ranks to other numbers of them.
+
+        None where the call has told its length.
+        """
+        return self._uneven.get(x.shape[1]) if told is None else None
+
+    def _new_engine(
+        self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None, kv_seqlen: int | None, sinks: Tensor | None
+    ) -> Engine:
         """Raises RequestError on all ranks if one refuses its tensors, or if ranks have different problems."""
         method, problem, refused = self.method, None, None
         try:
-            problem = self._problem(q, k, v, seqlen)
+            problem = self._problem(q, k, v, seqlen, kv_seqlen)
             method = _fewest_bytes(self.method, problem)
             problem = method.dealt(problem)
-            self._refuse_shard(q, problem)
+            self._refuse_shard(q, k, problem)
+            _refuse_sinks(q, sinks)
         except RequestError as error:
             refused = error
-        mine = refused or _in_words(problem)
+        mine = refused or _in_words(problem) + (", sinks" if sinks is not None else "")
         number = calls.agree(mine) if (calls := self._calls) else 0
         if isinstance(mine, RequestError):
             raise mine
         assert problem is not None
         plans = _proven(method, problem, self.costs)
         group = (self.group or dist.group.WORLD) if self.n > 1 else None
-        kernel = choose(self.kernel, q.device.type, problem.dtype, problem.head_dim)
+        kernel = choose(self.kernel, q.device.type, problem.dtype, problem.head_dim, problem.v_head_dim)
         shares = share(kernel, plans, q.device)
         transport = transport_for(group, q.device, plans, shares.lane_ctas if shares else None, number)
         return Engine(
@@ -276,7 +326,7 @@ class SequenceParallelAttention(torch.nn.Module):
             words=mine,
         )
 
-    def _problem(self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None) -> Problem:
+    def _problem(self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None, kv_seqlen: int | None) -> Problem:
         """The problem before a variant of the method is chosen. Raises RequestError for tensors that don't fit."""
         if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
             raise RequestError(
@@ -284,39 +334,52 @@ class SequenceParallelAttention(torch.nn.Module):
                 "must be of one dtype and on one device",
                 f"{q.dtype} on {q.device} for all would work",
             )
-        if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
             raise RequestError(
                 f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
-                "k and v must be alike, and like q but for the number of heads",
+                "k must be like q but for the numbers of tokens and heads, and v like k but for the elements of a head",
                 "(B, S, heads, D), (B, S, kv_heads, D), (B, S, kv_heads, D) would work",
             )
         if self._heads[0] and (q.shape[2], k.shape[2]) != self._heads:
             rule = f"the method was chosen for heads={self._heads[0]} and kv_heads={self._heads[1]}"
             raise RequestError(f"q {tuple(q.shape)}, k {tuple(k.shape)}", rule, "as many of each would work")
         seqlen = seqlen or (self.mask.seqlen if isinstance(self.mask, Packed) else None)
-        if seqlen is None and (uneven := self._uneven.get(q.shape[1])):
-            rule = f"{self.n} ranks don't share {uneven} tokens evenly, so that the call must say seqlen"
-            raise RequestError(f"q {tuple(q.shape)}", rule, f"seqlen={uneven} would work")
+        if seqlen is not None and kv_seqlen is None and q.shape[1] == k.shape[1]:
+            kv_seqlen = seqlen
+        for name, x, told in (("seqlen", q, seqlen), ("kv_seqlen", k, kv_seqlen or seqlen)):
+            if uneven := self._cut_unevenly(x, told):
+                rule = f"{self.n} ranks don't share {uneven} tokens evenly, so that the call must say {name}"
+                raise RequestError(f"{'qk'[x is k]} {tuple(x.shape)}", rule, f"{name}={uneven} would work")
         return Problem(
             n=self.n,
             seqlen=seqlen or q.shape[1] * self.n,
+            kv_seqlen=kv_seqlen or k.shape[1] * self.n,
             batch=q.shape[0],
             heads=q.shape[2],
             kv_heads=k.shape[2],
             head_dim=q.shape[3],
+            v_head_dim=v.shape[3],
             mask=self.mask,
             dtype=str(q.dtype).removeprefix("torch."),
             wire_dtype=self.wire_dtype,
             layout=self.layout,
         )
 
-    def _refuse_shard(self, q: Tensor, problem: Problem) -> None:
-        if q.shape[1] != problem.tokens(self.rank):
-            raise RequestError(
-                f"q {tuple(q.shape)}",
-                f"rank {self.rank} of {self.n} owns {problem.tokens(self.rank)} tokens of {problem.seqlen}",
-                "what `shard` returns would work",
-            )
+    def _refuse_shard(self, q: Tensor, k: Tensor, problem: Problem) -> None:
+        for name, x, side in (("q", q, problem.queries), ("k", k, problem.keys)):
+            if x.shape[1] != (owned := side.tokens(self.rank)):
+                raise RequestError(
+                    f"{name} {tuple(x.shape)}",
+                    f"rank {self.rank} of {self.n} owns {owned} tokens of {side.seqlen}",
+                    "what `shard` returns would work",
+                )
+
+
+def _refuse_sinks(q: Tensor, sinks: Tensor | None) -> None:
+    """Raise RequestError for sinks that are not one number for each query head, on the same device."""
+    if sinks is not None and (sinks.shape != q.shape[2:3] or sinks.device != q.device):
+        rule = f"are a score for each of {q.shape[2]} query heads, on {q.device}"
+        raise RequestError(f"sinks {tuple(sinks.shape)} on {sinks.device}", rule, f"({q.shape[2]},) would work")
 
 
 def _in_words(problem: Problem | None) -> str:
@@ -327,4 +390,6 @@ def _in_words(problem: Problem | None) -> str:
         sizes = hashlib.sha256(repr(mask.__reduce__()[1]).encode()).hexdigest()[:8]
         documents = f", {len(mask.lengths)} documents ({sizes})"
     names = ("seqlen", "batch", "heads", "kv_heads", "head_dim", "dtype")
-    return ", ".join(f"{name}={getattr(problem, name)}" for name in names) + f", mask={mask.name}{documents}"
+    told = ", ".join(f"{name}={getattr(problem, name)}" for name in names)
+    more = (f", {name}={value}" for name in ("kv_seqlen", "v_head_dim") if (value := getattr(problem, name)))
+    return f"{told}{''.join(more)}, mask={mask.name}{documents}"

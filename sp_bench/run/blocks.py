@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from sp_bench.kernels import BlockKernel
 from sp_bench.kernels.fold import in_dtype
@@ -17,12 +18,14 @@ from sp_bench.plan.dataflow import row_sums_released
 from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Fused, Gathered, Op, Place, Plan, RowSums
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import RegionKind, Regions
+from sp_bench.plan.tensors import ODOQ
 from sp_bench.plan.union import Pieces as UnionPieces
 from sp_bench.plan.union import kernel_calls
 from sp_bench.run.execution import FOLDS, KERNELS, REST, WAITS, Execution
 from sp_bench.run.fused import cut, end_to_end, operands
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.partials import Rows, Sum, Sums, Tensors, tokens_of
+from sp_bench.run.slices import one_slice
 
 Perform = Callable[[Execution], None]
 """Performs an operation of a plan: at once on a CPU, queued on the current stream on a GPU."""
@@ -88,9 +91,12 @@ class Blocks:
         windows, kv = self._windows(op.q.place, op.kv.place), op.kv
         forward = self._forward(op.q, op.o, windows, partial(self._take, kv))
 
+        sinks = self._sinks(op)
+
         def attend(run: Execution) -> None:
             run.lap(WAITS)
             forward(run, run.holdings.chunks[kv])
+            sinks(run)
 
         return attend if windows else None  # without any the chunks may not have been sent
 
@@ -174,10 +180,12 @@ class Blocks:
 
         if op.forward:
             forward = self._forward(query, op.blocks[0].writes[0], windows, _rows_of)
+            sinks = self._sinks(*op.blocks)
 
             def gathered(run: Execution) -> None:
                 run.lap(WAITS)
                 forward(run, by_position(run.holdings))
+                sinks(run)
 
             return gathered
         dq, *dkv = op.writes
@@ -224,6 +232,7 @@ class Blocks:
             return [self._sums.at(into[chunks[number]][side], rows) for number, rows in pieces]
 
         bound = [(call, sums(0, op.queries, call.q), [] if op.forward else sums(1, op.keys, call.kv)) for call in found]
+        sinks = self._sinks(*op.blocks)
 
         def fused(run: Execution) -> None:
             run.lap(WAITS)
@@ -243,8 +252,38 @@ class Blocks:
                 for pieces, totals, of_side in sides:
                     _fold_parts(held, pieces, totals, of_side)
                 run.lap(FOLDS)
+            sinks(run)
 
         return fused if bound else None
+
+    def _sinks(self, *blocks: Attend | AttendBackward) -> Perform:
+        """A call that adds sinks, if there are any, to the outputs of queries that meet their own keys: so once."""
+        degree, rank = self._problem.layout.head_parallel, self._rank
+        into = [
+            (self._sums.of(block.o), self._heads(block.o))
+            for block in blocks
+            if isinstance(block, Attend)
+            and int(block.q.place.owner(rank)) // degree == int(block.kv.place.owner(rank)) // degree
+        ]
+
+        def sinks(run: Execution) -> None:
+            if run.sinks is not None and into:
+                for total, heads in into:
+                    run.holdings.partials.add_sinks(total, heads(run.sinks))
+                run.lap(FOLDS)
+
+        return sinks
+
+    def _heads(self, chunk: Chunk) -> Callable[[Tensor], Tensor]:
+        """A function that takes the heads of a chunk of queries out of a tensor (H,) of all heads: a view."""
+        problem, tensor = self._problem, chunk.tensor
+        heads = problem.field_heads(tensor.fields[0])
+        first = int(chunk.owner(self._rank)) % problem.layout.head_parallel * heads if tensor.is_by_heads else 0
+
+        def of(x_H: Tensor) -> Tensor:
+            return one_slice(x_H[None, :, None], problem, tensor, chunk.heads)[0, first : first + heads, 0]
+
+        return of
 
     def _fold(self, op: Fold) -> Perform:
         part, into, sums = op.part, op.into, self._sums
@@ -266,8 +305,17 @@ class Blocks:
         return fold
 
     def _bundle(self, op: Bundle) -> Perform:
+        complete = op.into.tensor is ODOQ.by_heads and not op.into.index
+        heads = self._heads(op.into) if complete else None
+
         def bundle(run: Execution) -> None:
-            run.holdings.put(op.into, _by_name(run.holdings, op))
+            made = _by_name(run.holdings, op)
+            run.holdings.put(op.into, made)
+            if heads and run.sinks is not None and run.of_sinks is not None:
+                run.lap(WAITS)
+                _, out, dout, lse = made
+                heads(run.of_sinks).add_(of_sinks(heads(run.sinks), out, dout, lse))
+                run.lap(FOLDS)
 
         return bundle
 
@@ -301,6 +349,13 @@ class Blocks:
         varlen = self._kernel.takes_varlen(self._problem.head_dim)
         found = calls(regions, self._device, varlen=varlen, shared=shared)
         return [Window(c.queries, c.keys, c) if isinstance(c, Pieces) else Window(c.q, c.kv, c.kind) for c in found]
+
+
+def of_sinks(sinks_H: Tensor, out: Tensor, dout: Tensor, lse_BHS: Tensor) -> Tensor:
+    """The gradient of sinks by some rows, (H,): each row's probability of its sink times how its value, 0, differs
+    from O."""
+    p_BHS = torch.exp(sinks_H[:, None] - lse_BHS)
+    return -(p_BHS * row_sums(out, dout)).sum((0, 2)).to(sinks_H.dtype)
 
 
 def _rows_of(rows: Rows) -> _Take:

@@ -19,6 +19,8 @@ from sp_bench.run.transport import Call, Message
 
 Pieces = list[list[Tensor]]
 """By field, then by member in the order of ranks. The pieces that travel lie end to end in one buffer."""
+Views = tuple[Tensor, ...]
+"""The parts of one piece in a chunk, along tokens: one of each of its stretches."""
 
 
 class Dealing:
@@ -28,8 +30,9 @@ class Dealing:
         self._op, self._problem, self._rank = op, problem, rank
         self._own = int(op.group.digit(rank))
         first = rank - self._own
-        self._runs = [problem.layout.run(first + i, problem.n, problem.seqlen) for i in range(op.group.size)]
-        """Each member's token range in the group's common chunk, end to end."""
+        self._shards = problem.shards_of(op.recv.tensor)
+        self._runs = [self._shards.runs(first + i) for i in range(op.group.size)]
+        """Each member's runs of tokens in the group's common chunk; those of a stretch are end to end."""
         self._others = [int(op.group.member(rank, shift)) for shift in range(1, op.group.size)]
         self._sent, self._received = (self._staged(staging, use) for use in ("send", "recv"))
         self._flat_sent = [_flat(pieces) for pieces in self._sent or ()]
@@ -73,7 +76,7 @@ class Dealing:
                 continue
             for member, piece in enumerate(self._of_field(field, x, of_tokens=of_tokens)):
                 if member != self._own:
-                    staged[member].copy_(piece)
+                    _move((staged[member],), piece)
 
     def unpack(self, held: Tensors, into: Tensors) -> None:
         """Put together what has arrived, and the rank's own piece, which is never rounded to the wire dtype."""
@@ -85,13 +88,12 @@ class Dealing:
             if theirs is None or (whole is not None and not several):
                 if theirs is not None and whole is not None:
                     whole.copy_(_end_to_end(theirs))  # what lies in the rank's own place is overwritten
-                self._of_field(field, tensor, of_tokens=op.to_heads, members=(own,))[0].copy_(mine)
+                _move(self._of_field(field, tensor, of_tokens=op.to_heads, members=(own,))[0], mine)
                 continue
             if several:
                 tensor.zero_()
             for member, place in enumerate(self._of_field(field, tensor, of_tokens=op.to_heads)):
-                piece = theirs[member] if member != own else mine
-                place.add_(piece) if several else place.copy_(piece)
+                _move(place, (theirs[member],) if member != own else mine, add=several)
 
     def _with_others(self, pieces: Sequence[Sequence[Tensor]]) -> list[Message]:
         found = [(rank, [field[int(self._op.group.digit(rank))] for field in pieces]) for rank in self._others]
@@ -111,26 +113,27 @@ class Dealing:
 
     def _shapes(self, field: Field, use: Literal["send", "recv"]) -> list[tuple[int, ...]]:
         """The shape of each member's piece of a field."""
-        own, of_members = self._problem.tokens(self._rank), self._op.to_heads == (use == "recv")
-        return [self._problem.field_shape(field, len(run) if of_members else own) for run in self._runs]
+        own, of_members = self._shards.tokens(self._rank), self._op.to_heads == (use == "recv")
+        return [self._problem.field_shape(field, sum(map(len, runs)) if of_members else own) for runs in self._runs]
 
     def _elements(self, field: Field, use: Literal["send", "recv"]) -> list[int]:
         return [prod(shape) for shape in self._shapes(field, use)]
 
     def _pieces(self, tensors: Tensors, *, of_tokens: bool) -> Pieces:
+        """Pieces of a chunk that need no staging, and so are in one part each."""
         fields = zip(by_heads(self._op), tensors, strict=True)
-        return [self._of_field(field, x, of_tokens=of_tokens) for field, x in fields]
+        return [[piece for (piece,) in self._of_field(field, x, of_tokens=of_tokens)] for field, x in fields]
 
     def _of_field(
         self, field: Field, x: Tensor, *, of_tokens: bool, members: Sequence[int] | None = None
-    ) -> list[Tensor]:
+    ) -> list[Views]:
         """Views of a field by member: along tokens (`of_tokens`) or along heads."""
         members = range(self._op.group.size) if members is None else members
         if of_tokens:
-            return [x[:, self._runs[i].start : self._runs[i].stop] for i in members]
+            return [tuple(x[:, run.start : run.stop] for run in self._runs[i]) for i in members]
         heads = self._problem.field_heads(field)
         firsts = [i * x.shape[2] // self._op.group.size for i in members]
-        return [x[:, :, first : first + heads] for first in firsts]
+        return [(x[:, :, first : first + heads],) for first in firsts]
 
     def _side_by_side(self, field: Field, x: Tensor, *, of_tokens: bool) -> Tensor | None:
         """A view of a field with the members first, if their pieces are alike: (members, B, S, H, D).
@@ -141,7 +144,17 @@ class Dealing:
         heads = x.shape[2] if of_tokens else self._problem.field_heads(field) * members
         if x.shape[2] != heads or x.shape[dim] % members or not self._problem.is_even:
             return None
+        if of_tokens and len(self._shards.stretches) > 1:
+            return None
         return x.unflatten(dim, (members, -1)).movedim(dim, 0)
+
+
+def _move(to: Views, piece: Views, *, add: bool = False) -> None:
+    """Copy a piece, or add it. If one side is in several parts and the other is not, this one is cut like it."""
+    tokens = [x.shape[1] for x in (to if len(to) > len(piece) else piece)]
+    both = ((views if len(views) == len(tokens) else views[0].split(tokens, 1)) for views in (to, piece))
+    for into, part in zip(*both, strict=True):
+        into.add_(part) if add else into.copy_(part)
 
 
 def _end_to_end(pieces: Sequence[Tensor]) -> Tensor:

@@ -18,6 +18,7 @@ from sp_bench.plan.ops import Chunk, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import DKV, DO, DQ, KV, ODOQ, OUT, Field, Kind, O, Q
 from sp_bench.plan.tensors import Tensor as ChunkTensor
+from sp_bench.run.blocks import of_sinks
 from sp_bench.run.buffers import Arena, Borrowed, Buffers
 from sp_bench.run.devices import Cuda, Device
 from sp_bench.run.executor import Action, Executor, Spent
@@ -27,6 +28,8 @@ from sp_bench.run.slices import one_slice, together
 from sp_bench.run.sms import SmShares
 from sp_bench.run.transport import GlooTransport, Transport
 
+SINKS = "sinks"
+"""The key of the scores that a forward had besides those of keys, among what it saves."""
 Saved = dict[Any, Tensors]
 """The tensors that a forward leaves for its backward. An Engine: fields of its plans' tensors (KV, ODOQ, ...)."""
 
@@ -59,7 +62,9 @@ class Engine:
         """
         self.plans, self.problem, self.shares, self.words, self._timed = plans, problem, shares, words, timed
         chosen = isinstance(kernel, BlockKernel)
-        self.kernel = kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim)
+        self.kernel = (
+            kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim, problem.v_head_dim)
+        )
         self.transport = transport or GlooTransport(None)
         self._rank, self._device = rank, device
         lent = arena is not None and not self.transport.makes_memory
@@ -73,10 +78,19 @@ class Engine:
         """Time breakdowns of executors that are closed."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        action: Action = Action.EVERYTHING,
+        live: LiveBytes | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Saved]:
-        """Return out_BSHD of this rank's queries in the compute dtype, and the tensors saved for the backward."""
-        found = self._run("forward", {Q: (q,), KV: (k, v)}, action, live)
+        """Return out_BSHD of this rank's queries in the compute dtype, and the tensors saved for the backward.
+
+        `sinks`, (H,) in the dtype of statistics, are scores that each row's softmax has besides those of keys.
+        """
+        found = self._run("forward", {Q: (q,), KV: (k, v)}, action, live, sinks)
         out, *lse = found.pop(O, None) or found.pop(OUT)
         if "backward" in self.plans:
             lse = [harmless(x) for x in lse]
@@ -85,18 +99,31 @@ class Engine:
             found |= {KV: (k, v)} if KV in needs else {}
             found |= {Q: (q,)} if Q in needs else {}
             found |= {ODOQ: (q, out, *lse)} if ODOQ in needs else {}
+            found |= {SINKS: (sinks,)} if sinks is not None else {}
         return out, found
 
     def backward(
         self, dout: Tensor, saved: Saved, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
     ) -> tuple[Tensor, ...]:
-        """Return (dq, dk, dv) of this rank's tokens in the compute dtype."""
+        """Return (dq, dk, dv) of this rank's tokens in the compute dtype.
+
+        After a forward with sinks also their gradient, (H,), by what this rank has: its queries, or its heads.
+        """
         inputs = {**saved, DO: (dout,)}
+        (sinks,) = inputs.pop(SINKS, (None,))
         if ODOQ in saved:
             q, out, lse = saved[ODOQ]
             inputs[ODOQ] = (q, out, dout, lse)
-        found = self._run("backward", inputs, action, live)
-        return (*found[DQ], *found[DKV])
+        found = self._run("backward", inputs, action, live, sinks)
+        gradients = (*found[DQ], *found[DKV])
+        if sinks is None:
+            return gradients
+        if ODOQ in inputs:
+            _, out, _, lse = inputs[ODOQ]
+            return *gradients, of_sinks(sinks, out, dout, lse)
+        by_heads = self._executor("backward").of_sinks
+        assert by_heads is not None, "a backward that is not given odoq makes it by heads"
+        return *gradients, by_heads
 
     @property
     def kernel_name(self) -> str:
@@ -139,7 +166,9 @@ class Engine:
             )
         return self._executors[phase]
 
-    def _run(self, phase: str, inputs: Saved, action: Action, live: LiveBytes | None) -> Saved:
+    def _run(
+        self, phase: str, inputs: Saved, action: Action, live: LiveBytes | None, sinks: Tensor | None = None
+    ) -> Saved:
         """Run a phase on its input tensors by chunk type; return its results likewise, in the compute dtype."""
         plan = self.plans[phase]
         given = {chunk: self._given(chunk, inputs, plan) for chunk in plan.starts_with}
@@ -147,7 +176,7 @@ class Engine:
             live.always = [x for tensors in inputs.values() for x in tensors]
         whole = self._results(plan)
         views = {c: self._slices(c, whole[c.tensor]) for c in plan.outputs if c.tensor in whole}
-        found = self._executor(phase)(given, action, live, views)
+        found = self._executor(phase)(given, action, live, views, sinks)
         for tensor in dict.fromkeys(c.tensor for c in plan.ends_with if c.tensor not in whole):
             whole[tensor] = self._whole(tensor, found, plan)
         if live:
@@ -171,7 +200,7 @@ class Engine:
         """The tensors, with all heads, that the slices of results are views of."""
         found = {}
         for tensor in dict.fromkeys(chunk.tensor for chunk in plan.outputs if chunk in self._views(plan)):
-            tokens, whole = self.problem.tokens(self._rank), self.problem.in_one_slice
+            tokens, whole = self.problem.shards_of(tensor).tokens(self._rank), self.problem.in_one_slice
             shapes = [whole.field_shape(field, tokens) for field in tensor.fields]
             dtype = getattr(torch, self.problem.dtype)
             found[tensor] = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sp_bench.plan.ops import Chunk
 from sp_bench.run.buffers import Buffers
@@ -65,8 +66,15 @@ class Execution:
         timed: bool,
         on_host: bool,
         live: LiveBytes | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
-        """`timed` marks where laps end: on a GPU by events, `on_host` by its clock. `live` records the memory held."""
+        """`timed` marks where laps end: on a GPU by events, `on_host` by its clock. `live` records the memory held.
+
+        `sinks` are the scores of all heads, (H,), that each row's softmax has besides those of keys.
+        """
+        self.sinks = sinks
+        self.of_sinks = torch.zeros_like(sinks) if sinks is not None else None
+        """Their gradient, as far as blocks by heads have it."""
         self.holdings, self.marks = Holdings(inputs, sums, device), Marks(clock)
         self._live, self._buffers = live, buffers
         self._mark: Callable[[], Any] | None = clock.mark if timed else None

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from enum import Enum
 
 import torch
+from torch import Tensor
 from torch.autograd import profiler as autograd_profiler
 
 from sp_bench.kernels import BlockKernel
@@ -71,6 +72,8 @@ class Executor:
         self._programs: dict[Action, list[Perform]] = {}
         self._last_marks = Marks(self._streams.clock)
         """Those of the last execution."""
+        self.of_sinks: Tensor | None = None
+        """The gradient of the last execution's sinks, as far as it is by heads: (H,)."""
 
     def __call__(
         self,
@@ -78,10 +81,12 @@ class Executor:
         action: Action = Action.EVERYTHING,
         live: LiveBytes | None = None,
         results: Mapping[Chunk, Tensors] | None = None,
+        sinks: Tensor | None = None,
     ) -> dict[Chunk, Tensors]:
         """Run the plan on its input chunks and return its output chunks; partials keep the accumulation dtype.
 
-        Transfers that end with a chunk of `results` write it there.
+        Transfers that end with a chunk of `results` write it there. `sinks`, (H,), are scores that each row's softmax
+        has besides those of keys; of a backward by heads, `of_sinks` has their gradient afterwards.
 
         On a GPU the results are ready on the caller's stream, not yet on the host. `live` records the memory held
         after each block. Raises what a transfer raises (RuntimeError from torch.distributed if a peer fails or times
@@ -89,7 +94,7 @@ class Executor:
         """
         self._transport.check()
         program = self._program(action)
-        how = {"timed": self._timed, "on_host": self._on_host, "live": live}
+        how = {"timed": self._timed, "on_host": self._on_host, "live": live, "sinks": sinks}
         execution = Execution(inputs, self._sums, self._device, self._buffers, self._streams.clock, **how)
         self._last_marks = execution.marks
         self._lanes.given_results = results or {}
@@ -103,6 +108,7 @@ class Executor:
                             call(execution)
                 else:
                     self._run(program, execution, compute=action is Action.EVERYTHING)
+            self.of_sinks = execution.of_sinks
             return {chunk: execution.holdings.packed(chunk) for chunk in self._plan.ends_with}
         finally:
             execution.marks.caller_s = time.perf_counter() - started

@@ -112,7 +112,8 @@ class BlockCosts:
         for work in works_of(op, problem):
             total_s = 0.0
             for chunk in (chunk for chunk in op.writes if work.sizes.pairs.size and not chunk.index):
-                share = (work.kv_rows if chunk.tensor.of_keys else work.q_rows) / problem.block_tokens
+                rows = work.kv_rows if chunk.tensor.of_keys else work.q_rows
+                share = rows / problem.shards_of(chunk.tensor).largest
                 first = self._flow.starts(index, chunk)
                 total_s += self._device.fold_s(problem, chunk.tensor, first=first, share=share, sliced=True)
             found.append(total_s)

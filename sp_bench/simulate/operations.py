@@ -245,7 +245,7 @@ class OperationCosts:
             return np.ones(ranks.size)
         hop = self._brought[index]
         if isinstance(hop, GroupReduce):  # rows of several members, of which some may be the same
-            return np.asarray(casts.received(hop, self._problem, ranks)) / self._problem.block_tokens
+            return np.asarray(casts.received(hop, self._problem, ranks)) / self._problem.keys.largest
         return np.asarray(share_sent(hop, self._problem, hop.source(ranks)))
 
     def _find_cast_s(self, tensor: Tensor, summed: bool, share: float = 1.0) -> float:

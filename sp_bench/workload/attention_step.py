@@ -185,7 +185,7 @@ def make_engine(
     if spec.peer:
         return PeerEngine(spec.peer, problem, spec.executed, context.device)
     plans = plans or spec.plans
-    kernel = choose(spec.kernel, context.device.type, problem.dtype, problem.head_dim)
+    kernel = choose(spec.kernel, context.device.type, problem.dtype, problem.head_dim, problem.v_head_dim)
     shares = share(kernel, plans, context.device, spec.sm_margin)
     rank, transport = context.rank, None
     if spec.alone is not None:
@@ -207,13 +207,15 @@ def _all_can(here: bool) -> bool:
 def random_inputs(problem: Problem, rank: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
     """A rank's q, k, v and dout, which `seed` decides."""
     generator = torch.Generator(device).manual_seed(seed * 1_000_003 + rank)
-    q, dout = (_random(problem, rank, problem.heads, generator) for _ in range(2))
-    k, v = (_random(problem, rank, problem.kv_heads, generator) for _ in range(2))
+    tokens = [int(side.tokens(rank)) for side in (problem.queries, problem.keys)]
+    widths = problem.head_dim, problem.value_dim
+    q, dout = (_random(problem, tokens[0], problem.heads, width, generator) for width in widths)
+    k, v = (_random(problem, tokens[1], problem.kv_heads, width, generator) for width in widths)
     return q, k, v, dout
 
 
-def _random(problem: Problem, rank: int, heads: int, generator: torch.Generator) -> Tensor:
-    shape = (problem.batch, problem.tokens(rank), heads, problem.head_dim)
+def _random(problem: Problem, tokens: int, heads: int, width: int, generator: torch.Generator) -> Tensor:
+    shape = (problem.batch, tokens, heads, width)
     dtype, device = getattr(torch, problem.dtype), generator.device
     if device.type == "cpu":
         return torch.randn(shape, generator=generator).to(dtype)

@@ -49,7 +49,7 @@ class TrainingCosts:
 
     @property
     def _tokens(self) -> int:
-        return self.problem.batch * self.problem.local_seqlen
+        return self.problem.batch * self.problem.queries.most
 
     @property
     def _element(self) -> int:

@@ -72,30 +72,35 @@ class Sample:
 
 def all_rows(problem: Problem, rank: int) -> Sample:
     """Every row of every head."""
-    everything, units = torch.arange(problem.tokens(rank)), _units(problem)
-    return Sample(everything, torch.arange(problem.seqlen), everything, units, units)
+    units, (rows, mine) = _units(problem), (torch.arange(int(x.tokens(rank))) for x in (problem.queries, problem.keys))
+    return Sample(rows, torch.arange(problem.keys.seqlen), mine, units, units)
 
 
 def rows_for(problem: Problem, rank: int, seed: int, device: str) -> Sample:
     """Every row, if a rank can compute that soon; else a sample. It is random by `seed`."""
-    work = problem.batch * problem.heads * problem.seqlen**2 * problem.head_dim / problem.n
+    work = problem.batch * problem.heads * problem.seqlen * problem.keys.seqlen * problem.head_dim / problem.n
     return all_rows(problem, rank) if work <= WORK[device] else sampled(problem, rank, seed)
 
 
 def sampled(problem: Problem, rank: int, seed: int) -> Sample:
     """Rows spread over each rank's tokens, of as many heads as GATHERED allows; keys of all ranks, of one of them."""
-    n, owned = problem.n, [positions(problem.layout, r, problem.n, problem.seqlen) for r in range(problem.n)]
+    n, owned = problem.n, [key_positions(problem, r) for r in range(problem.n)]
     each = max(1, KEYS // n)
     picked = [mine[_spread(len(mine), each, seed + 1, r)] for r, mine in enumerate(owned)]
     units = _units(problem)
-    most = max(GATHERED // (2 * problem.seqlen * problem.head_dim), min(n, FEWEST_UNITS), 1)
+    most = max(GATHERED // (2 * problem.keys.seqlen * problem.head_dim), min(n, FEWEST_UNITS), 1)
     step = -(-len(units) // most)
     drawn = random.Random(f"{seed} {n} {problem.seqlen} {problem.head_dim}")  # the same on all ranks
     chosen = units[drawn.randrange(min(step, len(units))) :: step]
     keys = torch.cat(picked).sort().values
     mine = torch.isin(owned[rank], keys).nonzero().flatten()
     of_keys = (drawn.choice(chosen),)
-    return Sample(_spread(len(owned[rank]), ROWS, seed, rank), keys, mine, chosen, of_keys)
+    return Sample(_spread(int(problem.queries.tokens(rank)), ROWS, seed, rank), keys, mine, chosen, of_keys)
+
+
+def key_positions(problem: Problem, rank: int) -> Tensor:
+    """The positions of the keys that a rank owns, in its local order: (S,) int64."""
+    return positions(problem.layout, rank, problem.n, problem.keys.seqlen, problem.history)
 
 
 def _units(problem: Problem) -> tuple[Unit, ...]:
@@ -122,7 +127,7 @@ def errors_of_rows(
     errors, and `uncompared` says so.
     """
     totals = torch.zeros(len(_TOTALS), len(NAMES), problem.heads, dtype=torch.float64)
-    seen, several = Seen(problem.mask, problem.seqlen), dist.is_initialized() and problem.n > 1
+    seen, several = Seen(problem.mask, problem.seqlen, problem.keys.seqlen), dist.is_initialized() and problem.n > 1
     failed = torch.zeros(1)
     for each in sample.units:
         context.alive()
@@ -157,9 +162,8 @@ def errors_of_rows(
         worst = int((each / (UNIT_ROUNDOFF[problem.dtype] * possible).clamp_min(usual)).argmax())
         worst_head[name], worst_rounding[name] = float(each[worst]), float(possible[worst])
     elements = totals[2]
-    of_queries, of_keys = (
-        int(elements[pair].max(0).values.sum()) // problem.head_dim for pair in (slice(2), slice(2, 4))
-    )
+    rows = elements / torch.tensor([problem.value_dim, problem.head_dim, problem.head_dim, problem.value_dim])[:, None]
+    of_queries, of_keys = (int(rows[pair].max(0).values.sum()) for pair in (slice(2), slice(2, 4)))
     return GateErrors(
         overall=overall,
         worst_head=worst_head,
@@ -207,16 +211,19 @@ class _Unit:
         self.sample, self.device, self.alive = sample, context.device, context.alive
         self.roundoff = max(UNIT_ROUNDOFF[problem.dtype], UNIT_ROUNDOFF[problem.wire_dtype])
         self.wide = WIDE.get(problem.dtype, torch.float32)
-        self.mine = positions(problem.layout, context.rank, problem.n, problem.seqlen)
-        self.seen, self.scale = seen, 1 / math.sqrt(problem.head_dim)
+        self.places = positions(problem.layout, context.rank, problem.n, problem.seqlen)
+        """This rank's queries, by their place in the sequence of queries."""
+        self.owned = key_positions(problem, context.rank)
+        """This rank's keys, by position."""
+        self.seen, self.scale, self.value_dim = seen, 1 / math.sqrt(problem.head_dim), problem.value_dim
         self.keys = sample.keys if unit in sample.key_units else sample.keys[:0]
         self._q, self._dout = q, dout
         self._k, self._v = (self._whole(x, problem) for x in (k, v))
 
     def _whole(self, x: Tensor, problem: Problem) -> Tensor:
-        """The head's rows of all ranks, on the CPU: (seqlen, D)."""
+        """The head's rows of all ranks, on the CPU: (kv_seqlen, D)."""
         head = x[self.entry : self.entry + 1, :, self.kv_head : self.kv_head + 1].cpu()
-        return unshard(head, problem.layout, None, problem.n)[0, :, 0]
+        return unshard(head, problem.layout, None, problem.n, problem.history)[0, :, 0]
 
     def to_device(self) -> None:
         """Move keys and values there, but for very long ones."""
@@ -229,7 +236,7 @@ class _Unit:
         for rows in filter(len, self.sample.rows.split(most)):
             yield rows, True
         if len(self.keys):
-            others = self.seen.see_any(self.keys)[self.mine]
+            others = self.seen.see_any(self.keys)[self.places]
             others[self.sample.rows] = False
             for rows in filter(len, others.nonzero().flatten().split(most)):
                 yield rows, False
@@ -284,10 +291,11 @@ def _compare_queries(unit: _Unit, found: Mapping[str, Tensor], totals: Tensor, o
 
 def _compare_keys(unit: _Unit, found: Mapping[str, Tensor], totals: Tensor, of_keys: Tensor) -> None:
     """Add the totals of one unit's rows of dk and dv that this rank has; `of_keys` is what all queries add to them."""
-    at = torch.searchsorted(unit.keys, unit.mine[unit.sample.mine])
+    at = torch.searchsorted(unit.keys, unit.owned[unit.sample.mine])
     for name, exact, variance in zip(("dk", "dv"), of_keys[:2, at], of_keys[2:, at], strict=True):
         if name in found:
             mine = found[name][unit.entry, :, unit.kv_head]
+            exact, variance = exact[:, : mine.shape[1]], variance[:, : mine.shape[1]]
             _add(unit, totals[:, NAMES.index(name), unit.kv_head], mine, exact, variance + exact.square())
 
 
@@ -310,7 +318,7 @@ def _rows(
     ds and results to its dtype, and takes rowsum(dO * O) of the rounded O. Each such rounding adds a random error; in
     units of its standard deviation it has the size of what is rounded.
     """
-    places, scale = unit.mine[rows], unit.scale
+    places, scale = unit.places[rows], unit.scale
     q, dout = unit.queries(head, rows, torch.float64 if compared else unit.wide)
     lse, out, of_out = _attended(unit, q, places)
     found = [(out, of_out + out.square())] if compared else []
@@ -335,9 +343,9 @@ def _rows(
         ds = (dout @ v.T).sub_(delta).mul_(p).mul_(scale)
         p2 = p.square()
         of_keys[0, some] += (ds.T @ q).double().cpu()
-        of_keys[1, some] += (p.T @ dout).double().cpu()
+        of_keys[1, some, : v.shape[1]] += (p.T @ dout).double().cpu()
         of_keys[2, some] += ((ds.square() + p2 * delta2).T @ q.square()).double().cpu()
-        of_keys[3, some] += (p2.T @ dout.square()).double().cpu()
+        of_keys[3, some, : v.shape[1]] += (p2.T @ dout.square()).double().cpu()
     return found
 
 
@@ -347,7 +355,7 @@ def _attended(unit: _Unit, q: Tensor, places: Tensor) -> tuple[Tensor, Tensor, T
     The softmax is taken block by block, with sums scaled to the largest score so far.
     """
     most, total = q.new_full((len(q), 1), -math.inf), q.new_zeros(len(q), 1)
-    out, of_out = torch.zeros_like(q), torch.zeros_like(q)
+    out, of_out = (q.new_zeros(len(q), unit.value_dim) for _ in range(2))
     for keys in unit.key_blocks(places):
         scores, _, v = unit.scores(q, places, keys)
         before, most = most, torch.maximum(most, scores.amax(1, keepdim=True))

@@ -13,7 +13,7 @@ from sp_bench.plan.regions import RegionKind
 class Seen:
     """The keys that each query of a sequence sees, under a mask."""
 
-    def __init__(self, mask: Mask, seqlen: int) -> None:
+    def __init__(self, mask: Mask, seqlen: int, kv_seqlen: int) -> None:
         """Holds the first key, and the key behind the last, of each span of each query."""
         queries = torch.arange(seqlen)
         self._spans: list[tuple[Tensor, Tensor]] = []
@@ -21,8 +21,8 @@ class Seen:
             first, stop = mask.sees(queries.numpy())
             self._spans = [(torch.from_numpy(first), torch.from_numpy(stop))]
             return
-        everything = (range(seqlen),)
-        for kind, q, kv in mask.regions(everything, everything):
+        history = mask.history(seqlen, kv_seqlen)
+        for kind, q, kv in mask.regions((range(history, history + seqlen),), (range(kv_seqlen),)):
             first, stop = torch.zeros(seqlen, dtype=torch.int64), torch.zeros(seqlen, dtype=torch.int64)
             rows, place = slice(q.start, q.stop), kv.start + torch.arange(len(q))
             last = {RegionKind.CAUSAL: place + 1, RegionKind.STRICT: place}.get(kind, torch.full_like(place, kv.stop))

@@ -65,10 +65,19 @@ class Train(Workload):
         return cls(phases=phases, model=model, training=asked)
 
     def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:
-        """Raise RequestError for heads that RoPE can't turn, for a peer, and for mode=alone."""
+        """Raise RequestError for heads that RoPE can't turn, other keys, narrow values, a peer, and mode=alone."""
         if problem.head_dim % 2:
             rule = "RoPE turns pairs of elements of a head"
             raise RequestError(f"head_dim={problem.head_dim}", rule, f"head_dim={problem.head_dim + 1} would work")
+        if problem.kv_seqlen:
+            rule = f"workload={self.name} trains on whole sequences, seqlen={problem.seqlen}"
+            raise RequestError(
+                f"kv_seqlen={problem.kv_seqlen}", rule, "kv_seqlen=null, or workload=attention, would work"
+            )
+        if problem.v_head_dim:
+            rule = f"the models of workload={self.name} have values as wide as keys, head_dim={problem.head_dim}"
+            would_work = "v_head_dim=null, or workload=attention, would work"
+            raise RequestError(f"v_head_dim={problem.v_head_dim}", rule, would_work)
         if peer:
             rule = f"workload={self.name} trains with the suite's own methods"
             raise RequestError(f"method=peer impl={peer.impl}", rule, "method=ring would work")

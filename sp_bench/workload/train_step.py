@@ -254,7 +254,7 @@ class TrainStep:
         if self._arbitrary_tensors is None:
             problem, rank, device = self._spec.problem, self._trainer.rank, self._trainer.device
             heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-            shapes = [(problem.batch, problem.tokens(rank), h, problem.head_dim) for h in heads]
+            shapes = [(problem.batch, problem.queries.tokens(rank), h, problem.head_dim) for h in heads]
             tensors = tuple(torch.zeros(s, dtype=getattr(torch, problem.dtype), device=device) for s in shapes)
             q, k, v, _ = tensors
             self._arbitrary_tensors = tensors, self._attention.engine.forward(q, k, v)[1]

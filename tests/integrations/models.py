@@ -46,6 +46,9 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window
 LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
 LONG |= {"rope_type": "longrope", "original_max_position_embeddings": 24}
 
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+LATENT |= {"num_key_value_heads": 4, "head_dim": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 32}
+LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 RIGHT = ""
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("Llama", {}, RIGHT),
@@ -67,7 +70,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {**LLAMA4, "attention_chunk_size": 8, "floor_scale": 16},
         "attn_temperature_tuning from 16 tokens on: scales queries by the place of tokens",
     ),
-    "gpt_oss, sinks": ("GptOss", {"num_local_experts": 2, **MIXED}, "s_aux (4,): is not computed"),
+    "gpt_oss, sinks and windows": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, **MIXED}, RIGHT),
     "qwen3_moe": ("Qwen3Moe", {**MOE, "decoder_sparse_step": 1}, RIGHT),
     "qwen3_moe, its router's balance": ("Qwen3Moe", {**MOE, "output_router_logits": True}, "Qwen3MoeForCausalLM: adds"),
     "qwen3_next, linear attention": (
@@ -87,6 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "mamba": ("Mamba", {"state_size": 4}, "MambaForCausalLM, backbone.layers.0"),
     "qwen3_vl, its text": ("Qwen3VL", {}, RIGHT),
+    "deepseek_v3, values narrower than keys": ("DeepseekV3", LATENT, RIGHT),
 }
 """By name: the class, its options, and how the refusal begins."""
 

@@ -96,7 +96,7 @@ def test_unsummed_is_what_one_operation_makes_all_of(planned: Planned) -> None:
     ranks = range(problem.n)
     blocks = problem.blocks
     regions = {region for i in ranks for j in ranks for region in blocks.regions_of(blocks.of(i, j))}
-    whole = range(problem.block_tokens)
+    whole = range(problem.queries.largest)
     covers = all(r.kind is not RegionKind.STRICT and (r.q, r.kv) == (whole, whole) for r in regions)
     found = contributions(plan)
     unsummed = lower(plan, problem).unsummed

@@ -60,8 +60,8 @@ def test_what_crosses_nodes_is_the_formula_and_at_least_the_bound(n: int, tile: 
     k = problem.kv_heads / problem.heads
     plan = Mesh(tile=tile, placement=node).plan(problem, "forward", COMPUTE_BOUND)
     sent = account.sent_across_nodes(plan, problem, lambda ranks: ranks // g)
-    chunk = problem.block_tokens * problem.heads * problem.head_dim * 2
-    lse = 4 * problem.block_tokens * problem.heads * (a // p - 1)
+    chunk = problem.queries.largest * problem.heads * problem.head_dim * 2
+    lse = 4 * problem.queries.largest * problem.heads * (a // p - 1)
     wanted = 2 * (a // p - 1) + 2 * k * (b // q - 1)
     assert sent.min() == sent.max() == pytest.approx(chunk * wanted + lse)
     bound = 4 * math.sqrt(k * n * g) - (2 + 2 * k) * g

@@ -37,7 +37,7 @@ def test_a_chunk_less_travels_for_each_row_of_the_tile(name: str, options: dict[
         assert less.total_bytes == summed.bytes_sent(asked, phase)
         backward = phase == "backward"
         assert full.payload_bytes - less.payload_bytes == backward * hops * unit
-        assert less.statistic_bytes - full.statistic_bytes == backward * hops * asked.heads * asked.local_seqlen * 4
+        assert less.statistic_bytes - full.statistic_bytes == backward * hops * asked.heads * asked.queries.most * 4
     check_all({phase: summed.plan(asked, phase, COMPUTE_BOUND) for phase in PHASES}, summed.dealt(asked))
 
 

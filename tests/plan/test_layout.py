@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sp_bench.errors import RequestError
-from sp_bench.plan.layout import LAYOUTS, Layout
+from sp_bench.plan.layout import LAYOUTS, Layout, Shards
 from tests.support.dealing import Dealt, dealt, layouts, tokens_of
 
 
@@ -54,6 +55,25 @@ def test_chunks_before_the_boundary_are_alike_and_so_are_the_others(case: Dealt)
     ranks = case.layout.tokens(np.arange(case.n), case.n, case.seqlen)
     of_chunks = case.layout.chunk_tokens(chunks, case.chunks, case.seqlen)
     assert case.layout.is_even(case.n, case.seqlen) == (np.ndim(ranks) == np.ndim(of_chunks) == 0)
+
+
+@given(dealt(), st.integers(0, 60))
+def test_a_history_is_dealt_on_its_own(case: Dealt, history: int) -> None:
+    """Each rank has its tokens of the history, and behind them those it has without one."""
+    alone = Shards.of(case.layout, case.n, case.seqlen)
+    shards = Shards.of(case.layout, case.n, history + case.seqlen, history)
+    ranks = [np.array([*chain(*shards.positions(rank))], int) for rank in range(case.n)]
+    assert sorted(np.concatenate(ranks)) == list(range(history + case.seqlen))
+    for rank, tokens in enumerate(ranks):
+        own = tokens_of(case.layout, rank, case.n, case.seqlen).tolist()
+        assert (tokens[tokens >= history] - history).tolist() == own == [*chain(*alone.positions(rank))]
+        assert shards.tokens(rank) == len(tokens) <= shards.most
+        runs, chunk = shards.runs(rank), [*chain(*shards.chunk_positions(rank // case.layout.head_parallel))]
+        assert [chunk[i] for run in runs for i in run] == tokens.tolist()
+        assert shards.chunk_tokens(rank // case.layout.head_parallel) == len(chunk) <= shards.largest
+        assert chunk == sorted(chunk)
+    assert max(map(len, ranks)) == shards.most
+    assert len({len(tokens) for tokens in ranks}) == 1 or not shards.is_even
 
 
 def test_positions_by_hand() -> None:

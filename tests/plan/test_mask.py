@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
-from sp_bench.plan.layout import LAYOUTS, Positions
+from sp_bench.plan.layout import LAYOUTS, Positions, Shards
 from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask, WholeMask, mask_named
 from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.point import resolve
@@ -43,6 +43,37 @@ def test_blocks_compute_each_unmasked_pair_once(mask: Mask, case: Dealt) -> None
         first, last = (rows[0], rows[-1]) if rows.size else (0, len(queries) - 1)
         assert blocks.rows_seen[kind].start <= first
         assert blocks.rows_seen[kind].stop == last + 1
+
+
+@given(masks, dealt(most_chunks=6), st.integers(0, 40))
+def test_blocks_with_other_keys_compute_each_unmasked_pair_once(mask: Mask, case: Dealt, more: int) -> None:
+    """Causal: behind a history, of which some chunks may have nothing. Full: of any other length that can be dealt."""
+    least = case.chunks * max(case.layout.pieces, case.layout.head_parallel)
+    kv_seqlen = more + (case.seqlen if mask == CAUSAL else least)
+    history = mask.history(case.seqlen, kv_seqlen)
+    blocks, step = mask.blocks(case.layout, case.n, case.seqlen, kv_seqlen), case.layout.head_parallel
+    shards = Shards.of(case.layout, case.n, kv_seqlen, history)
+    total = 0
+    for i, j in product(range(case.chunks), repeat=2):
+        queries, keys = case.chunk(i) + history, np.array([*chain(*shards.chunk_positions(j))], int)
+        kind, wanted = blocks.of(i * step, j * step), seen(mask, queries, keys)
+        np.testing.assert_array_equal(times_computed(blocks.regions_of(kind), len(queries), len(keys)), wanted)
+        assert blocks.pairs[kind] == wanted.sum()
+        total += wanted.sum()
+        for side, seen_there in ((False, wanted.any(1)), (True, wanted.any(0))):
+            part = blocks.parts(keys=side)[kind]
+            over = round((part.share - _stretch(seen_there)) * len(seen_there), 9) if wanted.any() else 0
+            assert over in (0, 1), "all that is seen, and of a strict block a row that sees nothing"
+            assert part.sliced or not wanted.any() or part.share == 1.0
+    exact = mask.pairs(case.seqlen, kv_seqlen)
+    assert total == exact + (case.seqlen / 2 if mask == CAUSAL else 0), "MFU counts half of the square"
+    assert history == (more if mask == CAUSAL else 0)
+
+
+def _stretch(seen: np.ndarray) -> float:
+    """The share of rows from the first to the last that is seen."""
+    at = np.flatnonzero(seen)
+    return (at[-1] + 1 - at[0]) / len(seen)
 
 
 @given(masks, dealt())

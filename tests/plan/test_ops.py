@@ -180,7 +180,7 @@ def dense_rows(op: Pass, problem: Problem, rank: int) -> int:
     """How many tokens of a query chunk a rank sends: those that see any key of `against`; all where none does."""
     rows, keys = (np.concatenate(problem.layout.positions(r, problem.n, problem.seqlen)) for r in op.seen_by(rank))
     seeing = int((rows >= keys.min()).sum()) if problem.mask == CAUSAL else 0
-    return seeing or problem.local_seqlen
+    return seeing or problem.queries.most
 
 
 def row_bytes(op: RowCollective, problem: Problem) -> int:
@@ -217,7 +217,7 @@ def received(op: Transfer, problem: Problem) -> np.ndarray:
             sent[others, rank] = problem.chunk_bytes(op.tensor, wire=True)
         elif (source := op.source(rank)) != rank:
             size = problem.chunk_bytes(op.writes[0].tensor, wire=True)
-            sent[source, rank] = size * dense_rows(op, problem, source) // problem.local_seqlen if op.against else size
+            sent[source, rank] = size * dense_rows(op, problem, source) // problem.queries.most if op.against else size
     return sent
 
 

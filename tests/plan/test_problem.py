@@ -67,7 +67,7 @@ def test_chunk_bytes(dtype: str, wire_dtype: str, element: int, wire: int, accum
 def test_what_ranks_that_share_a_chunk_hold_by_heads(degree: int, kv_heads_each: int) -> None:
     """All tokens of the chunk and a share of the heads; of key heads at least one, so that all may weigh more."""
     p = problem(n=12, seqlen=96, layout=replace(LAYOUTS["striped"], head_parallel=degree))
-    assert (p.local_seqlen, p.block_tokens, p.block_heads) == (8, 8 * degree, 6 // degree)
+    assert (p.queries.most, p.queries.largest, p.block_heads) == (8, 8 * degree, 6 // degree)
     (q,), (k, _), (_, lse) = Q.by_heads.fields, KV.by_heads.fields, O.by_heads.fields
     assert p.field_shape(q) == (3, 8 * degree, 6 // degree, 10)
     assert p.field_shape(k) == (3, 8 * degree, kv_heads_each, 10)
@@ -103,7 +103,7 @@ def test_rows_seen_are_those_that_see_a_key(layout: str, causal: bool) -> None:
 def test_shapes() -> None:
     p = problem()
     (q,), (k, _), (_, lse) = Q.fields, KV.fields, O.fields
-    assert p.local_seqlen == 8
+    assert p.queries.most == 8
     assert p.field_shape(q) == (3, 8, 6, 10)
     assert p.field_shape(k) == (3, 8, 2, 10)
     assert p.field_shape(lse) == (3, 6, 8)
@@ -142,9 +142,9 @@ def test_refusals(changes: dict[str, Any], message: str) -> None:
 def test_uneven_chunks(layout: str) -> None:
     """Buffers are as large as the largest chunk needs; the mean is what the closed forms count in."""
     p = problem(layout=LAYOUTS[layout], seqlen=33)
-    owned = [int(p.tokens(rank)) for rank in range(4)]
+    owned = [int(p.queries.tokens(rank)) for rank in range(4)]
     assert sorted(owned) == [8, 8, 8, 9]
-    assert (p.local_seqlen, p.block_tokens) == (9, 9)
+    assert (p.queries.most, p.queries.largest) == (9, 9)
     for tensor in TENSORS.values():
         by_owner = [
             sum(int(p.field_tokens(field, rank)) * p.token_bytes(field, wire=True) for field in tensor.fields)

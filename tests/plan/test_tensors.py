@@ -43,7 +43,7 @@ def test_roles_and_fields_agree(tensor: Tensor) -> None:
     kinds = {field.kind for field in tensor.fields}
     assert tensor.is_partial == (Kind.PARTIAL in kinds)
     assert tensor.is_output == (tensor.is_partial and Kind.STATISTIC in kinds)
-    assert {field.kv for field in tensor.fields} == {tensor.of_keys}
+    assert {field.of_keys for field in tensor.fields} == {tensor.of_keys}
 
 
 def test_chunks_are_written_as_the_papers_write_them() -> None:

@@ -84,6 +84,8 @@ def test_a_tile_that_does_not_fit_is_not_taken() -> None:
     [
         "gpus=32 seqlen=64k",
         "gpus=24 seqlen=96k causal=false",
+        "gpus=16 seqlen=16k kv_seqlen=256k kv_heads=8",
+        "gpus=16 seqlen=64k kv_seqlen=1k causal=false method=usp",
         *(f"gpus=16 kv_heads=4 method={name}" for name in ("mesh", "double_ring", "all_gather", "usp", "startrail")),
     ],
 )

@@ -18,15 +18,33 @@ from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.transport import GlooTransport, Message, Turn
-from tests.support.attention_cases import HEAD_DIM, Case, Difference, Inputs, Results, difference
+from tests.support.attention_cases import (
+    HEAD_DIM,
+    Case,
+    Difference,
+    Inputs,
+    Results,
+    difference,
+    sinks_of,
+    with_sinks,
+)
 from tests.support.ranks import group_of
 
 
 def attend(attention: SequenceParallelAttention, full: Inputs) -> Results:
     """Forward and backward of this rank's tokens."""
-    leaves = [attention.shard(x).requires_grad_() for x in full[:3]]
-    out = attention(*leaves, seqlen=full.q_BSHD.shape[1])
+    seqlen, kv_seqlen = full.q_BSHD.shape[1], full.k_BSKD.shape[1]
+    leaves = [x.requires_grad_() for x in shards(attention, full)[:3]]
+    out = attention(*leaves, seqlen=seqlen, kv_seqlen=kv_seqlen)
     return Results(out.detach(), *torch.autograd.grad(out, leaves, attention.shard(full.dout_BSHD)))
+
+
+def shards(attention: SequenceParallelAttention, whole: Inputs | Results) -> list[Tensor]:
+    """This rank's part of each tensor: the keys before all queries are dealt on their own."""
+    seqlen, kv_seqlen = whole[0].shape[1], whole[2].shape[1]
+    history = attention.mask.history(seqlen, kv_seqlen)
+    of_keys = [name in ("k_BSKD", "v_BSKD", "dk_BSKD", "dv_BSKD") for name in whole._fields]
+    return [attention.shard(x, history * keys) for x, keys in zip(whole, of_keys, strict=True)]
 
 
 def find_differences(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]]:
@@ -38,7 +56,27 @@ def find_differences(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]
         seqlen, attention = case.seqlen, case.attention(group)
         got = attend(attention, case.inputs(seqlen))
         wanted = case.reference(seqlen)
-        found[case] = tuple(difference(x, attention.shard(y)) for x, y in zip(got, wanted, strict=True))
+        found[case] = tuple(difference(x, y) for x, y in zip(got, shards(attention, wanted), strict=True))
+    return found
+
+
+def find_differences_with_sinks(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]]:
+    """As find_differences, with sinks; the last one is of their gradient, which ranks add up."""
+    found = {}
+    for case in cases:
+        if (group := group_of(case.n, case)) is None:
+            continue
+        attention, whole = case.attention(group), case.inputs(case.seqlen)
+        leaves = [x.requires_grad_() for x in shards(attention, whole)[:3]]
+        sinks = sinks_of(case.heads).requires_grad_()
+        out = attention(*leaves, seqlen=case.seqlen, kv_seqlen=case.kv_seqlen, sinks=sinks)
+        *gradients, of_sinks = torch.autograd.grad(out, [*leaves, sinks], shards(attention, whole)[3])
+        if case.n > 1:
+            dist.all_reduce(of_sinks, group=group)
+        wanted, of_wanted, size = with_sinks(case)
+        got = zip((out.detach(), *gradients), shards(attention, wanted), strict=True)
+        summed = difference(of_sinks, of_wanted)._replace(norm2=float(size.square().sum()))
+        found[case] = (*(difference(x, y) for x, y in got), summed)
     return found
 
 
@@ -58,8 +96,8 @@ def find_sent(cases: Sequence[Case]) -> dict[Case, tuple[dict, dict]]:
         if (group := group_of(case.n, case)) is None:
             continue
         attention, full = case.attention(group), case.inputs(case.seqlen)
-        leaves = [attention.shard(x).requires_grad_() for x in full[:3]]
-        out = attention(*leaves, seqlen=case.seqlen)
+        leaves = [x.requires_grad_() for x in shards(attention, full)[:3]]
+        out = attention(*leaves, seqlen=case.seqlen, kv_seqlen=case.kv_seqlen)
         after_forward = dict(attention.sent_bytes)
         out.backward(attention.shard(full.dout_BSHD))
         found[case] = (after_forward, dict(attention.sent_bytes))

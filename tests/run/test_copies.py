@@ -34,7 +34,7 @@ def copies(n: int, method: str, batch: int) -> int:
     chosen = chosen.candidates(problem)[0]
     plans = {phase: chosen.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
     engine = Engine(plans, problem, "auto", torch.device("cpu"), rank=1, transport=AloneTransport())
-    q, k, v, dout = (torch.randn(batch, problem.tokens(1), 16, problem.head_dim) for _ in range(4))
+    q, k, v, dout = (torch.randn(batch, problem.queries.tokens(1), 16, problem.head_dim) for _ in range(4))
     with Copies() as counted:
         _, saved = engine.forward(q, k, v)
         engine.backward(dout, saved)

@@ -37,7 +37,7 @@ def one_rank(method: Method, problem: Problem, transport: Transport) -> tuple[En
     plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
     engine = Engine(plans, problem, "auto", torch.device("cpu"), rank=1, transport=transport)
     dtype, heads = getattr(torch, problem.dtype), (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-    shapes = [(problem.batch, problem.local_seqlen, each, problem.head_dim) for each in heads]
+    shapes = [(problem.batch, problem.queries.most, each, problem.head_dim) for each in heads]
     return engine, [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 

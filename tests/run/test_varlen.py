@@ -30,7 +30,7 @@ def test_no_tensor_is_copied_from_the_second_execution_on(monkeypatch: pytest.Mo
         kernel = KERNELS["flash_attn"]()
         assert kernel.takes_varlen(problem.head_dim)
         engine = Engine(plans, problem, kernel, torch.device("cpu"), rank=0, transport=AloneTransport())
-        q, k, v, dout = (torch.randn(batch, problem.tokens(0), 2, 32).bfloat16() for _ in range(4))
+        q, k, v, dout = (torch.randn(batch, problem.queries.tokens(0), 2, 32).bfloat16() for _ in range(4))
         copied, make = [0, 0], torch.tensor
         for turn in range(2):
 

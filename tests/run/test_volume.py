@@ -147,6 +147,8 @@ def cases_of(problem: Problem) -> list[Case]:
             dtype=problem.dtype,
             wire_dtype=problem.wire_dtype,
             tokens=2,
+            kv_seqlen=problem.kv_seqlen,
+            v_head_dim=problem.v_head_dim,
         )
         for method in all_methods(problem)
     ]
@@ -156,13 +158,15 @@ def cases_of(problem: Problem) -> list[Case]:
 def test_every_rank_sends_what_the_plan_says(ranks: Ranks, n: int, every: bool) -> None:
     """By lane, tensor and field; and on average the closed form that the records carry. Of n = 9 what has a side of 3.
 
-    Trimmed rows and key heads that go to several ranks are among it, and wires wider and narrower than the dtype.
+    Trimmed rows and key heads that go to several ranks are among it, and wires wider and narrower than the dtype; also
+    behind a history that ranks don't share evenly, between two sequences, and with narrow values.
     """
     trimmed = replace(splittable_problem(n, "zigzag"), dtype="bfloat16", wire_dtype="float32")
     replicated = replace(splittable_problem(n, causal=False), kv_heads=1, dtype="float32", wire_dtype="bfloat16")
-    cases = cases_of(trimmed) + cases_of(replicated)
-    if not every:
-        cases = of_each_method(cases_of(trimmed)) + of_each_method(cases_of(replicated), turn=1)
+    behind, crossed = replace(trimmed, kv_seqlen=5 * n + 2), replace(replicated, kv_seqlen=5 * n + 1)
+    narrow = replace(trimmed, head_dim=HEAD_DIM, v_head_dim=HEAD_DIM // 4)
+    groups = [cases_of(problem) for problem in (trimmed, replicated, behind, crossed, narrow)]
+    cases = [case for i, of in enumerate(groups) for case in (of if every else of_each_method(of, turn=i))]
     if n == 9:
         cases = [case for case in cases if {3, (3, 3)} & {*dict(case.options).values()}]
     for case, by_rank in count(ranks, cases).items():

@@ -118,7 +118,7 @@ def test_lanes_share_a_port_fairly() -> None:
 def test_contiguous_causal_is_as_slow_as_its_last_rank() -> None:
     p, fast = problem(8, causal=True, layout="contiguous"), cluster(bytes_per_s=1e12)
     run = simulate(build("ring", {"layout": "contiguous"}).plan(p, "forward", fast.profile(p)), p, fast)
-    half = block_s(p) * (p.local_seqlen + 1) / (2 * p.local_seqlen)
+    half = block_s(p) * (p.queries.most + 1) / (2 * p.queries.most)
     assert run.busy_s == pytest.approx(np.arange(8) * block_s(p) + half)
 
 
@@ -221,7 +221,7 @@ def test_folds_and_casts_cost_memory_traffic() -> None:
     """Ring in bf16: the first block is cast, every other one folded (part + 2 accumulators), the result cast."""
     p, on = problem(4), cluster(bytes_per_s=1e15, memory_bytes_per_s=1e9)
     run = simulate(build("ring", {}).plan(p, "forward", on.profile(p)), p, on)
-    rows = p.local_seqlen * p.heads
+    rows = p.queries.most * p.heads
     first = rows * 64 * (2 + 4)
     others = 3 * rows * (64 * (2 + 2 * 4) + (4 + 2 * 4))
     result = rows * 64 * (4 + 2)
@@ -236,7 +236,7 @@ def test_an_all_to_all_costs_copies_of_what_is_not_in_place(batch: int) -> None:
     run = simulate(method.plan(p, "forward", on.profile(p)), p, on)
     took_s = (run.finish_s - run.start_s).reshape(-1, run.graph.quotient.ranks.size)
     *messages, unpacked = run.graph.items[0].rows
-    q_bytes = batch * p.local_seqlen * p.heads * 64 * 2
+    q_bytes = batch * p.queries.most * p.heads * 64 * 2
     assert len(messages) == 3
     assert took_s[messages] == pytest.approx(1e-5 + 2 * q_bytes * 3 / 4 / 1e9)
     assert took_s[unpacked] == pytest.approx(2 * q_bytes * (1 / 4 if batch == 1 else 1) / 1e9)

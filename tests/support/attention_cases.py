@@ -52,6 +52,10 @@ class Case:
     """Tokens of each rank."""
     more: int = 0
     """Tokens beyond these, which not all ranks get."""
+    kv_seqlen: int | None = None
+    """Keys of the whole sequence, if there are more or fewer than queries."""
+    v_head_dim: int | None = None
+    """Elements of a head of values, if they are fewer."""
     batch: int = BATCH
     costs: CostProfile = COMPUTE_BOUND
     says_heads: bool = False
@@ -64,6 +68,8 @@ class Case:
         words = [f"{self.method} {shape}n={self.n}", self.layout, "causal" if self.causal else "full"]
         words += [f"heads={self.heads}/{self.kv_heads}", self.dtype, f"tokens={self.tokens}+{self.more}"]
         words += [str(self.pack)] if self.pack else []
+        words += [f"keys={self.kv_seqlen}"] if self.kv_seqlen else []
+        words += [f"values={self.v_head_dim}"] if self.v_head_dim else []
         words += [f"batch={self.batch}"] if self.batch != BATCH else []
         words += [f"lanes={self.lanes}"] if self.lanes else []
         words += [f"{name}={value}" for name, value in self.options]
@@ -81,10 +87,11 @@ class Case:
         return self.pack or mask_of(self.causal)
 
     def inputs(self, seqlen: int, seed: int = 0) -> Inputs:
-        return Inputs(*(x[: self.batch] for x in inputs(seqlen, self.kv_heads, self.dtype, seed, self.heads)))
+        whole = inputs(seqlen, self.kv_heads, self.dtype, seed, self.heads, self.kv_seqlen, self.v_head_dim)
+        return Inputs(*(x[: self.batch] for x in whole))
 
     def reference(self, seqlen: int) -> Results:
-        whole = reference(seqlen, self.kv_heads, self.dtype, self.mask, self.heads)
+        whole = reference(seqlen, self.kv_heads, self.dtype, self.mask, self.heads, self.kv_seqlen, self.v_head_dim)
         return Results(*(x[: self.batch] for x in whole))
 
     @property
@@ -110,10 +117,12 @@ class Case:
         return Problem(
             n=self.n,
             seqlen=self.seqlen,
+            kv_seqlen=self.kv_seqlen,
             batch=self.batch,
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=HEAD_DIM,
+            v_head_dim=self.v_head_dim,
             mask=self.mask,
             dtype=self.dtype,
             wire_dtype=self.wire_dtype,
@@ -176,24 +185,75 @@ class Results(NamedTuple):
     dv_BSKD: Tensor
 
 
+def sinks_of(heads: int) -> Tensor:
+    """Scores of sinks, from ones that nothing is left for to ones that hardly count."""
+    return torch.linspace(-3, 5, heads, dtype=torch.float64)
+
+
+def with_sinks(case: Case) -> tuple[Results, Tensor, Tensor]:
+    """Results in fp64 of one more score a head in every softmax, whose value is 0, and the gradient of these sinks.
+
+    With it the sum of the sizes of its terms, one for each row, beside which roundings are small: (H,) each.
+    """
+    leaves = [x.double().requires_grad_() for x in case.inputs(case.seqlen)[:3]]
+    sinks = sinks_of(case.heads).requires_grad_()
+    q, k, v = (x.repeat_interleave(case.heads // x.shape[2], dim=2) for x in leaves)
+    keys = case.kv_seqlen or case.seqlen
+    scores = torch.einsum("bshd,bthd->bhst", q, k) / math.sqrt(q.shape[3])
+    visible = torch.ones(case.seqlen, keys, dtype=torch.bool)
+    if case.pack:
+        visible = torch.from_numpy(seen(case.pack))
+    elif case.causal:
+        visible = visible.tril(keys - case.seqlen)
+    scores = scores.masked_fill(~visible, -math.inf)
+    last = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+    shares, of_last = torch.cat([scores, last], dim=3).softmax(3).split([keys, 1], 3)
+    out = torch.einsum("bhst,bthd->bshd", shares, v)
+    dout = case.inputs(case.seqlen).dout_BSHD.double()
+    *gradients, of_sinks = torch.autograd.grad(out, [*leaves, sinks], dout)
+    terms = of_last[..., 0] * (dout * out).sum(3).transpose(1, 2)
+    return Results(out.detach(), *gradients), of_sinks, terms.detach().abs().sum((0, 2))
+
+
 @lru_cache
-def inputs(seqlen: int, kv_heads: int, dtype: str, seed: int = 0, heads: int = HEADS) -> Inputs:
+def inputs(
+    seqlen: int,
+    kv_heads: int,
+    dtype: str,
+    seed: int = 0,
+    heads: int = HEADS,
+    kv_seqlen: int | None = None,
+    v_head_dim: int | None = None,
+) -> Inputs:
     """Unit normal tensors, equal on all ranks."""
     source = torch.Generator().manual_seed(1000 * seqlen + 10 * kv_heads + seed)
-    counts = (heads, kv_heads, kv_heads, heads)
-    tensors = (torch.randn(BATCH, seqlen, h, HEAD_DIM, generator=source, dtype=torch.float64) for h in counts)
+    queries, keys, values = (seqlen, heads), (kv_seqlen or seqlen, kv_heads), v_head_dim or HEAD_DIM
+    shapes = ((*queries, HEAD_DIM), (*keys, HEAD_DIM), (*keys, values), (*queries, values))
+    tensors = (torch.randn(BATCH, *shape, generator=source, dtype=torch.float64) for shape in shapes)
     return Inputs(*(x.to(getattr(torch, dtype)) for x in tensors))
 
 
 @lru_cache
-def reference(seqlen: int, kv_heads: int, dtype: str, mask: Mask, heads: int = HEADS) -> Results:
+def reference(
+    seqlen: int,
+    kv_heads: int,
+    dtype: str,
+    mask: Mask,
+    heads: int = HEADS,
+    kv_seqlen: int | None = None,
+    v_head_dim: int | None = None,
+) -> Results:
     """torch's own attention, from its parts and in fp64, on the whole sequence."""
-    q, k, v, dout = (x.double() for x in inputs(seqlen, kv_heads, dtype, heads=heads))
+    whole = inputs(seqlen, kv_heads, dtype, heads=heads, kv_seqlen=kv_seqlen, v_head_dim=v_head_dim)
+    q, k, v, dout = (x.double() for x in whole)
     leaves = [x.requires_grad_() if x.requires_grad else x.clone().requires_grad_() for x in (q, k, v)]
     q_BHSD, k_BHSD, v_BHSD = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in leaves)
     with sdpa_kernel(SDPBackend.MATH):
         visible = torch.from_numpy(seen(mask)) if isinstance(mask, Packed) else None
-        out = scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, visible, is_causal=mask == CAUSAL).transpose(1, 2)
+        if mask == CAUSAL:  # the queries are the last tokens
+            everything = torch.ones(seqlen, kv_seqlen or seqlen, dtype=torch.bool)
+            visible = everything.tril((kv_seqlen or seqlen) - seqlen)
+        out = scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, visible).transpose(1, 2)
     return Results(out.detach(), *torch.autograd.grad(out, leaves, dout))
 
 

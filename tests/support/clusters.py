@@ -56,7 +56,7 @@ def problem(
 
 
 def block_s(p: Problem, *, flops_per_pair: int = 4, rate: float = 200e12) -> float:
-    return flops_per_pair * p.local_seqlen**2 * p.heads * p.head_dim / rate
+    return flops_per_pair * p.queries.most**2 * p.heads * p.head_dim / rate
 
 
 NETWORKS: dict[str, dict[str, Any]] = {

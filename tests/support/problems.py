@@ -51,7 +51,9 @@ def all_methods(problem: Problem) -> list[Method]:
             try:
                 found += build(name, options).candidates(problem)
             except RequestError:
-                assert name in ("reference", "ulysses", "upipe") and problem.n > 1, f"{name} refuses {problem}"
+                refuses = ("reference", "ulysses", "upipe") if problem.n > 1 else ()
+                refuses += ("group_cast", "hybrid_cp") if problem.kv_seqlen else ()
+                assert name in refuses, f"{name} refuses {problem}"
     by_messages = {m.name: m for m in found[::-1] if m.name in ("all_gather", "ulysses", "ulysses_all_gather")}
     if problem.n <= FEW:
         by_messages |= {m.name: m for m in found if m.name == "startrail"}

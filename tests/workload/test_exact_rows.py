@@ -120,13 +120,14 @@ def test_the_heads_of_a_sample_are_those_of_many_ranks() -> None:
 @given(st.sampled_from([*MASKS.values()]) | packs(), st.data())
 def test_what_is_seen_is_the_masks_definition(mask: Mask, data: st.DataObject) -> None:
     seqlen = mask.seqlen if isinstance(mask, Packed) else data.draw(st.integers(1, 40))
-    at = np.arange(seqlen)
-    causal = at <= at[:, None]
+    kv_seqlen = seqlen if isinstance(mask, Packed) else data.draw(st.integers(seqlen if mask == CAUSAL else 1, 70))
+    causal = np.arange(kv_seqlen) <= np.arange(kv_seqlen - seqlen, kv_seqlen)[:, None]
     wanted = seen(mask) if isinstance(mask, Packed) else {"full": causal | True, "causal": causal}[mask.name]
-    found, everything = Seen(mask, seqlen), torch.arange(seqlen)
-    np.testing.assert_array_equal(found.of(everything, everything).numpy(), wanted)
-    some = torch.tensor(sorted(data.draw(st.sets(st.integers(0, seqlen - 1), min_size=1))))
+    found, everything = Seen(mask, seqlen, kv_seqlen), torch.arange(seqlen)
+    np.testing.assert_array_equal(found.of(everything, torch.arange(kv_seqlen)).numpy(), wanted)
+    some = torch.tensor(sorted(data.draw(st.sets(st.integers(0, kv_seqlen - 1), min_size=1))))
     np.testing.assert_array_equal(found.see_any(some).numpy(), wanted[:, some.numpy()].any(1))
+    some = torch.tensor(sorted(data.draw(st.sets(st.integers(0, seqlen - 1), min_size=1))))
     keys = found.range_of(some)
     assert wanted[some.numpy()].sum() == wanted[some.numpy(), keys.start : keys.stop].sum()
 

@@ -79,7 +79,7 @@ def _memory(runs: Runs, said: dict[str, float], problem: Problem) -> list[Item]:
     held = of_record(step, "peak_mem_bytes_max").times(1 / problem.chunk_bytes(Q, wire=False))
     saved = of_record(one, "peak_mem_bytes_max").over(of_record(shared, "peak_mem_bytes_max"))
     return [
-        Item("tokens_each", tokens, computed(problem.local_seqlen, COUNTED)),
+        Item("tokens_each", tokens, computed(problem.queries.most, COUNTED)),
         Item("held", again("held", "chunks of n/P tokens: Q, K, V", 1 + 2), held),
         Item("reduction", again("reduction", "n d over (n/P) d", said["gpus"]), saved),
     ]

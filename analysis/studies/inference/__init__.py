@@ -1,0 +1,113 @@
+"""Prefill behind a history: which method is fastest for a part of a prompt, simulated, beside what bounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import NamedTuple
+
+from sp_bench.analysis.runs import Point, Runs, point
+from sp_bench.cli.words import tokens
+from sp_bench.records import Record
+
+METHODS = ("ring", "pass_q", "tokenring", "ulysses", "all_gather", "usp", "mesh")
+CLUSTER = "h100_ndr400"
+GPUS = (8, 64)
+HISTORIES = (2**17, 2**20)
+"""Keys that are cached before the new part of a prompt."""
+PARTS = (2**11, 2**13, 2**15, 2**17)
+"""New tokens: queries, and as many more keys."""
+NEAR = 1.03
+"""Methods within 3% of the fastest are named with it: repetitions of measurements differ as much."""
+
+
+class Shape(NamedTuple):
+    """The heads of an attention."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+
+
+SHAPES = (
+    Shape("llama3_8b: 32 heads, 8 of keys", 32, 8),
+    Shape("llama3_70b: 64 heads, 8 of keys", 64, 8),
+    Shape("64 heads, all of keys", 64, 64),
+)
+
+
+class Setting(NamedTuple):
+    """A part of a prompt on some GPUs."""
+
+    shape: Shape
+    history: int
+    gpus: int
+    part: int
+
+
+SETTINGS = [Setting(*each) for each in product(SHAPES, HISTORIES, GPUS, PARTS)]
+Row = dict[str, str]
+
+
+def records(runs: Runs) -> Mapping[tuple[Setting, str], Record]:
+    """The record of each setting and method."""
+    return runs.by_key({(setting, method): _point(setting, method) for setting, method in product(SETTINGS, METHODS)})
+
+
+def _point(setting: Setting, method: str) -> Point:
+    shape = {key: value for key, value in setting.shape._asdict().items() if key != "name"}
+    lengths = {"seqlen": setting.part, "kv_seqlen": setting.history + setting.part}
+    usual = {"phase": "forward", "cluster": CLUSTER, "baseline": None, "trace": 0}
+    return point(method=method, gpus=setting.gpus, **lengths, **shape, **usual)
+
+
+def fastest(runs: Runs) -> list[Row]:
+    """A row for each setting: every method's step, the fastest ones, and what bounds the first."""
+    found, rows = records(runs), []
+    for setting in SETTINGS:
+        steps = {name: record for name in METHODS if (record := found[setting, name]).step_ms_median}
+        first = min(steps, key=lambda name: _ms(steps[name]))
+        near = [name for name in steps if _ms(steps[name]) <= NEAR * _ms(steps[first])]
+        row = {"attention": setting.shape.name, "history": tokens(setting.history), "GPUs": str(setting.gpus)}
+        row |= {"new tokens": tokens(setting.part)}
+        row |= {f"{name}, ms": f"{_ms(steps[name]):.3g}" if name in steps else "-" for name in METHODS}
+        bound, by = steps[first].bound_ms or 0.0, steps[first].bound_by
+        rows.append(row | {"fastest": ", ".join(near), "its bound, ms": f"{bound:.3g}, by {by}"})
+    return rows
+
+
+def crossings(runs: Runs) -> list[Row]:
+    """A row for each attention, history and number of GPUs: the largest part for which pass-Q sends less than Ring, by
+    the closed form, and that for which it is faster in simulation."""
+    found, rows = records(runs), []
+    for shape, history, gpus in product(SHAPES, HISTORIES, GPUS):
+        here = {
+            part: [found[Setting(shape, history, gpus, part), name] for name in ("ring", "pass_q")] for part in PARTS
+        }
+        less = [part for part, (ring, pass_q) in here.items() if _sent(pass_q) < _sent(ring)]
+        faster = [part for part, (ring, pass_q) in here.items() if _ms(pass_q) < _ms(ring)]
+        row = {"attention": shape.name, "history": tokens(history), "GPUs": str(gpus)}
+        row |= {"sends less up to": f"{shape.kv_heads / shape.heads:.1%} of all keys"}
+        row |= {"sends less, new tokens": _up_to(less), "is faster, new tokens": _up_to(faster)}
+        rows.append(row | {"ring sends, MB; pass_q": "; ".join(_sent_range(here, i) for i in range(2))})
+    return rows
+
+
+def _up_to(parts: list[int]) -> str:
+    return f"up to {tokens(max(parts))}" if parts else "none of these"
+
+
+def _sent_range(here: Mapping[int, list[Record]], which: int) -> str:
+    sent = [_sent(pair[which]) / 1e6 for pair in here.values()]
+    return f"{min(sent):,.0f} to {max(sent):,.0f}"
+
+
+def _sent(record: Record) -> float:
+    assert record.comm_bytes_per_gpu is not None, record.error
+    return record.comm_bytes_per_gpu
+
+
+def _ms(record: Record) -> float:
+    assert record.step_ms_median is not None, record.error
+    return record.step_ms_median

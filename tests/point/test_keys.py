@@ -1,0 +1,113 @@
+"""Points with other keys than queries, and with narrow values, from the config to the record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sp_bench import records
+from sp_bench.errors import RequestError
+from sp_bench.point import run_points
+from sp_bench.records.checking import problems_of
+from sp_bench.records.workloads import workload_id
+from tests.support.points import point
+
+SMALL = ("cluster=local", "gpus=2", "seqlen=64", "heads=2", "head_dim=16", "iters=2", "warmup=0", "dtype=float32")
+
+
+def test_values_as_wide_as_keys_are_the_same_point() -> None:
+    base, narrow = point("gpus=8", "seqlen=64k"), point("gpus=8", "seqlen=64k", "v_head_dim=64")
+    alike = point("gpus=8", "seqlen=64k", "v_head_dim=128")
+    assert alike.run_id == base.run_id != narrow.run_id and alike.problem == base.problem
+
+
+def test_as_many_keys_as_queries_is_the_same_point() -> None:
+    base, more = point("gpus=8", "seqlen=64k"), point("gpus=8", "seqlen=64k", "kv_seqlen=256k")
+    alike = point("gpus=8", "seqlen=64k", "kv_seqlen=65536")
+    assert alike.run_id == base.run_id != more.run_id and alike.problem == base.problem
+    assert (base.asked().kv_seqlen, more.asked().kv_seqlen) == (None, 2**18)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("kv_seqlen=32k", r"kv_seqlen=32768: under mask=causal .* seqlen=65536; kv_seqlen=65536 or more, or mask=full"),
+        ("kv_seqlen=0", "kv_seqlen=0: must be a whole number of at least 1"),
+        (
+            "kv_seqlen=128k mask=window window=[512,0]",
+            "kv_seqlen=131072: documents and windows .*; kv_seqlen=65536, or",
+        ),
+        ("kv_seqlen=128k mask=document data=short", "kv_seqlen=131072: documents and windows"),
+        ("kv_seqlen=128k method=group_cast", "kv_seqlen=131072: group_cast casts rows .*; kv_seqlen=65536, or another"),
+        ("kv_seqlen=128k method=hybrid_cp", "kv_seqlen=131072: hybrid_cp casts rows"),
+        ("kv_seqlen=7 mask=full", "kv_seqlen=7: the contiguous layout for 8 ranks .*; kv_seqlen=8 or more would work"),
+        ("v_head_dim=256", "v_head_dim=256: kernels pad values to .* head_dim=128; v_head_dim=128 or less would work"),
+        ("v_head_dim=64 model=llama3_8b", "v_head_dim=64: the models of workload=train have values as wide as keys"),
+        ("kv_seqlen=128k model=llama3_8b", "kv_seqlen=131072: workload=train trains on whole sequences"),
+    ],
+)
+def test_what_is_refused(overrides: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        point("gpus=8", "seqlen=64k", *overrides.split())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "pairs"),
+    [
+        ("seqlen=8k kv_seqlen=1M", 2**13 * (2**20 - 2**13) + 2**25),
+        ("seqlen=8k kv_seqlen=1k mask=full", 2**23),
+    ],
+)
+def test_a_simulated_record(overrides: str, pairs: int, tmp_path: Path) -> None:
+    """Its FLOPs are those of the pairs; nothing was measured like it, so that it has no interval."""
+    asked = point("gpus=8", "method=ring", "phase=forward", *overrides.split())
+    (outcome,) = run_points([asked], folder=tmp_path, reuse=False)
+    record = outcome.record
+    assert record.step_ms_median and record.tflops_per_gpu
+    flops = 4.0 * pairs * record.heads * record.head_dim
+    assert record.tflops_per_gpu == pytest.approx(flops / 8 / record.step_ms_median / 1e9)
+    assert record.tokens_per_s == pytest.approx(2**13 / record.step_ms_median * 1e3)
+    assert record.step_ms_validated_low is None
+    assert record.validation == "not validated (other keys than queries, KV passed on over NVLink)"
+    assert not problems_of(tmp_path / f"{record.run_id}.json")
+    assert f"/8192:{record.kv_seqlen}x1/" in workload_id(vars(record))
+
+
+def test_a_simulated_record_of_narrow_values(tmp_path: Path) -> None:
+    """Kernels take as long as with wide values, which they make of them; folds less. MFU counts the narrow ones."""
+    shape = ("gpus=8", "seqlen=32k", "method=ring", "heads=16")
+    asked = [point(*shape, values) for values in ("v_head_dim=null", "v_head_dim=64")]
+    wide, narrow = (outcome.record for outcome in run_points(asked, folder=tmp_path, reuse=False))
+    assert 0.9 * (wide.compute_ms or 0) < (narrow.compute_ms or 0) < (wide.compute_ms or 0)
+    sent = [record.comm_bytes_per_gpu or 0 for record in (wide, narrow)]
+    assert sent[1] == pytest.approx(0.75 * sent[0], rel=1e-12)
+    assert narrow.mfu and wide.mfu and narrow.step_ms_median and wide.step_ms_median
+    products = (4 + 3 * 0.5) / 7
+    assert narrow.mfu * narrow.step_ms_median == pytest.approx(products * wide.mfu * wide.step_ms_median)
+    assert "values of 64 are padded, and take as long as values of 128" in (narrow.notes or [])
+    assert narrow.validation == "not validated (narrow values, KV passed on over NVLink)"
+    assert not problems_of(tmp_path / f"{narrow.run_id}.json")
+
+
+def test_pass_q_is_for_long_histories_over_slow_links(tmp_path: Path) -> None:
+    """Yang et al. 2024, section 3.4: keys that are many more than queries are best left where they are."""
+    shape = ("gpus=16", "heads=32", "kv_heads=8", "phase=forward", "seqlen=2k", "kv_seqlen=512k")
+    asked = [point(f"method={name}", "cluster.inter.bytes_per_s=2e9", *shape) for name in ("ring", "pass_q")]
+    ring, pass_q = (outcome.record for outcome in run_points(asked, folder=tmp_path, reuse=False))
+    assert (pass_q.step_ms_median or 1) < (ring.step_ms_median or 0)
+    assert (pass_q.comm_bytes_per_gpu or 1) < 0.05 * (ring.comm_bytes_per_gpu or 0)
+
+
+@pytest.mark.parametrize("keys", ["kv_seqlen=300", "kv_seqlen=33 mask=full", "kv_seqlen=65 v_head_dim=8"])
+def test_a_measured_record(keys: str, tmp_path: Path) -> None:
+    """The gate's sequence and the timed one are compared with fp64, and have as many keys for a query."""
+    asked = [point(*SMALL, *keys.split(), f"method={name}") for name in ("mesh", "ulysses")]
+    for outcome in run_points(asked, folder=tmp_path, reuse=False):
+        record = outcome.record
+        assert record.status == "ok", record.error
+        assert record.err_dk is not None and max(record.err_dk, record.err_timed_dv or 0) < 2e-6
+        assert record.comm_bytes_per_gpu == record.comm_bytes_expected
+        assert not problems_of(tmp_path / f"{record.run_id}.json")
+    frame = records.load(tmp_path)
+    assert set(frame["kv_seqlen"]) == {int(keys.split()[0].partition("=")[2])}

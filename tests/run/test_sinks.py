@@ -1,0 +1,65 @@
+"""Sinks: one more score a head in every softmax. On real ranks against fp64, with the gradient of the sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sp_bench import SequenceParallelAttention
+from sp_bench.errors import RequestError
+from sp_bench.methods import REGISTRY
+from sp_bench.plan.documents import Window
+from tests.run import jobs
+from tests.run.matrix import everything
+from tests.support.attention_cases import DTYPES, Case, of_each_method, of_one_batch_entry, relative
+from tests.support.marks import exhaustive
+from tests.support.ranks import Ranks
+
+MOST = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1.5e-2}
+NAMES = ("out", "dq", "dk", "dv", "sinks")
+
+
+def spread(cases: Iterable[Case]) -> list[Case]:
+    """The cases with layouts, masks, dtypes, windows and histories in turn."""
+    found = []
+    for i, case in enumerate(cases):
+        layouts, window = REGISTRY[case.method].layouts, i % 5 == 4
+        pack = Window((case.seqlen,), True, case.seqlen // 3, None) if window else None
+        layout = "auto" if window else layouts[i % len(layouts)]
+        case = replace(case, layout=layout, causal=i % 3 > 0, dtype=DTYPES[i // 2 % 3], pack=pack)
+        behind = i % 4 == 1 and not pack and case.causal and case.method not in ("group_cast", "hybrid_cp")
+        found.append(replace(case, kv_seqlen=3 * case.seqlen + 1 if behind else None))
+    return found + of_one_batch_entry(found)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, exhaustive(4)])
+def test_every_method_with_sinks(ranks: Ranks, n: int) -> None:
+    cases = of_each_method(spread(everything(n)), 6, turn=n)
+    answers = ranks.run(jobs.find_differences_with_sinks, cases)
+    wrong = []
+    for case in cases:
+        by_tensor = zip(*(answer[case] for answer in answers[:n]), strict=True)
+        for name, shares in zip(NAMES, by_tensor, strict=True):
+            one = shares[:1] if name == "sinks" else shares  # which is the same on all ranks
+            if not (error := relative(one)) <= MOST[case.dtype]:
+                wrong.append(f"{case}: {name} is off by {error:.1e}")
+    assert not wrong, f"{len(wrong)} results are wrong:\n" + "\n".join(wrong)
+
+
+def test_scores_that_nothing_is_left_beside_and_others_that_hardly_count() -> None:
+    """A sink of -inf changes nothing, and has no gradient; a large one takes all."""
+    attention, q = SequenceParallelAttention("ring"), torch.randn(1, 8, 2, 16, dtype=torch.float64)
+    sinks = torch.tensor([-torch.inf, 1e4], requires_grad=True)
+    out = attention(q, q, q, sinks=sinks)
+    assert torch.equal(out[:, :, 0], attention(q, q, q)[:, :, 0]) and not out[:, :, 1].any()
+    out.sum().backward()
+    assert sinks.grad is not None and not sinks.grad.any() and sinks.grad.isfinite().all()
+
+
+def test_sinks_that_are_not_one_for_each_head() -> None:
+    attention, q = SequenceParallelAttention("ring"), torch.randn(1, 8, 4, 16)
+    with pytest.raises(RequestError, match=r"sinks \(2,\) .* are a score for each of 4 query heads, .*; \(4,\) would"):
+        attention(q, q[:, :, :2], q[:, :, :2], sinks=torch.zeros(2))
