@@ -25,7 +25,7 @@ from sp_bench.cluster.topology import FullMesh, PcieTree, Torus
 from sp_bench.lower import DEFAULT_TRANSPORT
 from sp_bench.plan.documents import Documents
 from sp_bench.plan.mask import WHOLE
-from sp_bench.plan.ops import AllToAll, Plan, Transfer
+from sp_bench.plan.ops import AllToAll, Plan, RowCollective, Transfer
 from sp_bench.point.choose import FUSED, Choice, simulated
 from sp_bench.point.request import Request
 from sp_bench.reading import read
@@ -121,11 +121,15 @@ class Validation:
         return {"step_ms_validated_low": found.low_ms, "step_ms_validated_high": found.high_ms}
 
 
-def transfers_of(plans: Iterable[Plan]) -> str:
-    """The transfers of plans, in words: all-to-alls, KV or Q and outputs from rank to rank, or nothing."""
+def transfers_of(plans: Iterable[Plan], *, of_packs: bool = False) -> str:
+    """The transfers of plans, in words: all-to-alls, KV or Q and outputs from rank to rank, or nothing.
+
+    A cast of rows is a kind of its own where they are few: under packs.
+    """
     found = set()
     for op in (op for plan in plans for op in plan.ops if isinstance(op, Transfer)):
         passed = "KV passed on" if op.tensor.of_keys else "Q and outputs passed on"
+        passed = "rows cast" if of_packs and isinstance(op, RowCollective) else passed
         found.add("all-to-alls" if isinstance(op, AllToAll) else passed)
     return " and ".join(sorted(found)) or "no transfers"
 
@@ -158,7 +162,8 @@ def kind_of(request: Request, plans: Iterable[Plan]) -> Kind:
     """The kind of a request's point with these plans."""
     plans = list(plans)
     links = links_of(request.cluster, plans[0].n)
-    return Kind(request.workload.name, request.problem.measured_as, transfers_of(plans), links)
+    mask = request.problem.measured_as
+    return Kind(request.workload.name, mask, transfers_of(plans, of_packs=mask == PACKS), links)
 
 
 def figures_of(config: Mapping[str, Any], kind: Kind, kernel: str) -> str:

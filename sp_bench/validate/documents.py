@@ -128,14 +128,16 @@ def pairs(found: pd.DataFrame, column: str = "tflops_left_out") -> tuple[int, in
 
 def backing(found: pd.DataFrame) -> list[Backing]:
     """The rows that back simulated records of packs: errors without the bars of the same number of GPUs, by kind of
-    transfers and of links."""
+    transfers and of links, with the implementation that most bars of the kind are simulated with."""
     rows = []
     for kinds, group in found.groupby(["transfers", "links"]):
         kind = Kind(Attention.name, PACKS, *map(str, cast(tuple, kinds)))
         off = np.abs(group["error_left_out"].to_numpy())
         median, two_of_three = (round(float(np.quantile(off, part)), 4) for part in (0.5, 2 / 3))
+        implementations = [POINTS[name].partition("implementation=")[2] for name in group["method"]]
+        implementation = max(implementations, key=implementations.count)
         clusters = {CLUSTER: figures_with(CLUSTER, KERNEL, "bfloat16", kind)}
-        rows.append(Backing(kind, median, two_of_three, off.size, "published", clusters))
+        rows.append(Backing(kind, median, two_of_three, off.size, implementation, clusters))
     return rows
 
 

@@ -280,7 +280,7 @@ def test_a_ratio_that_is_not_validated_says_which_is_the_faster(over: float, sho
 
 
 def test_every_row_of_the_backing_is_of_a_kind_that_plans_have() -> None:
-    words = {"KV passed on", "Q and outputs passed on", "all-to-alls", "no transfers"}
+    words = {"rows cast", "KV passed on", "Q and outputs passed on", "all-to-alls", "no transfers"}
     for row in known().values():
         assert isinstance(row, Backing) and 0 <= row.median <= row.two_of_three and row.points and row.clusters
         rest = row.kind.transfers.replace("Q and outputs passed on", "")
