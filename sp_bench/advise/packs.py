@@ -58,7 +58,7 @@ class OnAPack(NamedTuple):
     """The rank that computes longest over the mean of all."""
     peak_bytes: int
     spans: Spans
-    """Of methods in SPANS; empty otherwise."""
+    """The ranks of documents, of methods in SPANS; empty otherwise."""
 
 
 Spans = Mapping[tuple[int, int], tuple[int, int]]

@@ -52,7 +52,7 @@ class Work(NamedTuple):
     """The work of a Gathered block on one rank."""
 
     sizes: Sizes
-    """Of the regions that its kernels take."""
+    """Sizes of the regions that its kernels take."""
     q_rows: int
     """How many queries see a key."""
     kv_rows: int

@@ -76,7 +76,7 @@ def runs_of(positions: Iterable[range]) -> Runs | None:
 
 
 class Sight(Protocol):
-    """What queries see under a mask, as plan.documents.Packed has it."""
+    """The keys that queries see under a mask, as plan.documents.Packed has them."""
 
     def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
 
