@@ -131,7 +131,7 @@ def _taken(one: Spec, found: RankResult) -> Row:
     operations = sum(len(plan.ops) for plan in plans)
     expected = account.peak_bytes(plans, problem)
     return {
-        "tokens of a block": str(problem.block_tokens),
+        "tokens of a block": str(problem.queries.largest),
         "device": f"{1e3 * device_s:.2f} ms",
         **{name: f"{part_s / device_s:.1%}" for name, part_s in parts.items()},
         "queueing": f"{1e3 * caller_s:.2f} ms ({caller_s / device_s:.1%} of the device's time)",

@@ -187,8 +187,7 @@ class SequenceParallelAttention(torch.nn.Module):
         Values may have fewer elements a head than keys, and the output then has as many as they. Scores are scaled by
         1 / sqrt(D), the D of keys.
         `seqlen` is the global length, by default S * n or that of the documents; pass it if n doesn't divide it.
-        `kv_seqlen` is that of keys, history included, by default seqlen or, for more or fewer keys than queries on a
-        rank, as many on each.
+        `kv_seqlen` is that of keys, history included; pass it if there are more or fewer than queries.
         `sinks`, (H,), are learned scores by head that every softmax has besides those of keys (gpt-oss, OpenAI 2025);
         their gradients on all ranks add up to the whole one, as those of other parameters do.
         Differentiable in q, k and v.
@@ -344,8 +343,9 @@ class SequenceParallelAttention(torch.nn.Module):
             rule = f"the method was chosen for heads={self._heads[0]} and kv_heads={self._heads[1]}"
             raise RequestError(f"q {tuple(q.shape)}, k {tuple(k.shape)}", rule, "as many of each would work")
         seqlen = seqlen or (self.mask.seqlen if isinstance(self.mask, Packed) else None)
-        if seqlen is not None and kv_seqlen is None and q.shape[1] == k.shape[1]:
-            kv_seqlen = seqlen
+        if kv_seqlen is None and q.shape[1] != k.shape[1]:
+            rule = f"there are {q.shape[1]} queries here, so that the call must say how many keys all ranks have"
+            raise RequestError(f"k {tuple(k.shape)}", rule, f"kv_seqlen={k.shape[1] * self.n} would work")
         for name, x, told in (("seqlen", q, seqlen), ("kv_seqlen", k, kv_seqlen or seqlen)):
             if uneven := self._cut_unevenly(x, told):
                 rule = f"{self.n} ranks don't share {uneven} tokens evenly, so that the call must say {name}"
@@ -353,7 +353,7 @@ class SequenceParallelAttention(torch.nn.Module):
         return Problem(
             n=self.n,
             seqlen=seqlen or q.shape[1] * self.n,
-            kv_seqlen=kv_seqlen or k.shape[1] * self.n,
+            kv_seqlen=kv_seqlen,
             batch=q.shape[0],
             heads=q.shape[2],
             kv_heads=k.shape[2],

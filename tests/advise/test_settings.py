@@ -126,7 +126,7 @@ def test_a_setting_is_for_the_mask_and_the_shape() -> None:
 def wanted(name: str, options: dict[str, object], mask: Mask = CAUSAL, **changes: object) -> Wanted:
     layout = {"striped": "striped", "zigzag": "zigzag", "all_gather": "zigzag", "usp": "zigzag", "ring": "zigzag"}
     fields: dict = {"heads": 32, "kv_heads": 32, "batch": 1, "seqlen": 2**15, "seed": 0, "config": {}, "gpus": 8}
-    fields |= {"layout": layout.get(name, "contiguous"), **changes}
+    fields |= {"kv_seqlen": None, "layout": layout.get(name, "contiguous"), **changes}
     return Wanted(method=build(name, options), mask=mask, **fields)
 
 
@@ -152,6 +152,7 @@ def wanted(name: str, options: dict[str, object], mask: Mask = CAUSAL, **changes
         (wanted("ulysses", {}, FULL), OURS, 'SequenceParallelAttention("ulysses", mask="full")'),
         (wanted("ulysses", {}, Chunked.of(8192, 20000), seqlen=20000), OURS, "documents([8192] * 2 + [3616])"),
         (wanted("ulysses", {}, config={"wire_dtype": "float32"}), OURS, 'wire_dtype="float32"'),
+        (wanted("ring", {}, kv_seqlen=2**16), OURS, "attention(q, k, v, seqlen=32768, kv_seqlen=65536)"),
     ],
 )
 def test_settings(asked: Wanted, framework: str, says: str) -> None:
@@ -171,6 +172,7 @@ def test_settings(asked: Wanted, framework: str, says: str) -> None:
         (wanted("ring", {}, FULL), "diffusers"),  # its rings gather
         (wanted("zigzag", {}, FULL), "yunchang"),  # its zigzag rings assert a causal mask
         (wanted("ulysses", {}, seqlen=2**15 + 8), "Megatron-LM"),
+        (wanted("ulysses", {}, kv_seqlen=2**16), "DeepSpeed"),
     ],
 )
 def test_what_a_framework_refuses_is_left_out(asked: Wanted, framework: str) -> None:

@@ -372,7 +372,7 @@ def test_refusals_name_value_rule_and_remedy(ranks: Ranks) -> None:
     ring = Case(n=2, method="ring")
     for q_shape, k_shape, value in (
         ((1, 4, 2, 8), (1, 4, 2, 16), "k (1, 4, 2, 16)"),
-        ((1, 4, 2, 8), (1, 6, 2, 8), "k (1, 6, 2, 8)"),
+        ((1, 4, 2, 8), (1, 6, 2, 8), "k (1, 6, 2, 8): there are 4 queries here, so that the call must say"),
         ((1, 4, 3, 8), (1, 4, 2, 8), "kv_heads=2"),
     ):
         for answer in ranks.run(jobs.refusal, ring, q_shape, k_shape)[:2]:
