@@ -114,9 +114,9 @@ class Packed(Mask):
         documents = np.searchsorted(self.edges, [low, high], side="right")
         if documents[0] == documents[1] and not self.windowed:
             return (CAUSAL if self.causal else FULL).regions(q, kv)
-        runs = runs_of(q), runs_of(kv)
-        if runs[0] and runs[1]:
-            return regions_of_runs(self, *runs)
+        of_q, of_kv = runs_of(q), runs_of(kv)
+        if of_q and of_kv:
+            return regions_of_runs(self, of_q, of_kv)
         first, stop = self.sees(_flat(q))
         keys = _flat(kv)
         return regions_between(np.searchsorted(keys, first), np.searchsorted(keys, stop))

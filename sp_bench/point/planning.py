@@ -69,7 +69,8 @@ def plan_pack(
                     problem.blocks.regions_of(int(problem.blocks.of(op.q.owner(rank), op.kv.owner(rank))))
                 case GroupCast():
                     for member in op.members:
-                        rows_to(op, problem, rank, member), rows_from(op, problem, rank, member)
+                        rows_to(op, problem, rank, member)
+                        rows_from(op, problem, rank, member)
                 case Pass() if op.against is not None:
                     rows_sent(op, problem, rank)
     return plans

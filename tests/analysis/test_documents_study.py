@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 
@@ -110,7 +111,7 @@ def test_all_sections_render(runs: Runs) -> None:
 def test_winners_have_the_intervals_of_their_records(runs: Runs) -> None:
     found, table = fastest(runs), tables_of(documents.winners(runs))["documents-winners"]
     for row in table.rows:
-        one = winner(found, row[0], row[1], METHODS)
+        one = winner(found, str(row[0]), cast(int, row[1]), METHODS)
         low, high = numbers(row)[1:3]
         record = one.record
         assert (low.value, high.value) == (record.step_ms_validated_low, record.step_ms_validated_high)

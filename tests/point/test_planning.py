@@ -33,8 +33,9 @@ def a_pack(n: int, seed: int = 0) -> Documents:
 
 def problem_of(mask: Documents, n: int) -> Problem:
     layout = mask.layout("contiguous")
-    shape = {"heads": 64, "kv_heads": 8, "head_dim": 128}
-    return Problem(n=n, seqlen=mask.seqlen, **shape, mask=mask, dtype="bfloat16", layout=layout)
+    return Problem(
+        n=n, seqlen=mask.seqlen, heads=64, kv_heads=8, head_dim=128, mask=mask, dtype="bfloat16", layout=layout
+    )
 
 
 @pytest.mark.parametrize("method", ["group_cast", "hybrid_cp", "usp", "ring", "ulysses"])
