@@ -34,7 +34,7 @@ def test_packs_are_backed_by_these_bars_alone() -> None:
     nodes = SEEN[(SEEN["transfers"] == both) & (SEEN["gpus"] > 8)]
     assert {*nodes["method"]} == {"usp", "loongtrain"}
     (row,) = (row for row in rows if row.kind[2:] == (both, BETWEEN_NODES))
-    assert row.two_of_three == pytest.approx(np.quantile(np.abs(nodes["error_left_out"].to_numpy()), 2 / 3), abs=1e-4)
+    assert row.two_of_three == pytest.approx(np.quantile(np.abs(np.asarray(nodes["error_left_out"])), 2 / 3), abs=1e-4)
 
 
 @pytest.mark.parametrize(
