@@ -10,6 +10,10 @@ Packs differ, and so do their steps: with mask=document and a data set (data=mag
 data.path=lengths.txt), 16 packs are drawn, or packs=N. Methods are ranked by their median step, with the worst one,
 and a table says how many ranks a document asks for, by its length. packs=1 asks about one pack, drawn by `seed`.
 
+With batch_tokens=4M (the tokens of a training step; needs model=) it is about the whole job: context x data x tensor
+parallelism x method, ranked by tokens per second with the memory of each, and what torchtitan and Megatron-LM call the
+settings. What ties is said.
+
 Keys are those of `python -m sp_bench` (cluster, gpus, seqlen, batch, heads, kv_heads, head_dim, mask, dtype, phase, and
 model, of which one attention is taken), and memory=60GB (what one attention may need on a GPU, in GB or GiB),
 plots=FILE.svg (time, memory, volume against the bound), changes=false (don't ask what would change the answer).
@@ -29,7 +33,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
-from sp_bench.advise import plots
+from sp_bench.advise import job, job_words, plots
 from sp_bench.advise.candidates import Answer, Question, answer
 from sp_bench.advise.changes import Change, changes
 from sp_bench.advise.code import Wanted
@@ -52,6 +56,7 @@ WHERE_THERE_IS_ROOM = ("interval", "MFU", "peak mem", "/ least", "bound by", "la
 """Columns that are left out of a table that would be too wide, those that matter most first."""
 WHERE_THERE_IS_ROOM_FOR_PACKS = ("balance", "fastest on", "peak mem", "layout", "95% of it", "worst balance")
 OWN = ("memory", "plots", "changes", "packs")
+BATCH = "batch_tokens"
 NOT_ADVISED = ("method", "mode", "workload", "impl", "baseline", "alone")
 """Keys that the advice is about, or that have no meaning for it."""
 
@@ -73,6 +78,8 @@ def _advise(arguments: Sequence[str]) -> int:
         if key in unread("simulate"):
             rule = "is read by measured points only, and advice simulates"
             raise RequestError(f"{key}={given[key]}", rule, "leaving it out would work")
+    if BATCH in given:
+        return _advise_job(arguments, given[BATCH])
     overrides = [argument for argument in arguments if argument.partition("=")[0] not in (*OWN, ALL)]
     memory_bytes = size(given["memory"]) if "memory" in given else None
     asked = flag({"changes": True} | given, "changes")
@@ -117,6 +124,28 @@ def _advise_packs(
     first = Answer(found.config, [each.feasible for each in found.methods], found.refused)
     said(console, [*backing(first), *reasons(first)])
     for line in how_to(first):
+        console.print(line, soft_wrap=True)
+    return 0
+
+
+def _advise_job(arguments: Sequence[str], batch_tokens: str) -> int:
+    """Advice on a whole training job."""
+    for argument in arguments:
+        key = argument.partition("=")[0]
+        if key in OWN or key in ("train.data_parallel", "train.tensor_parallel", "train.batch_tokens"):
+            rule = f"can't be given with {BATCH}, which asks about a whole job"
+            raise RequestError(argument, rule, "leaving it out would work")
+    kept = [argument for argument in arguments if argument.partition("=")[0] not in (BATCH, ALL)]
+    console, every = make_console(), ALL in arguments
+    with workers() as mapped, _progress() as done:
+        found = job.answer([*kept, f"train.batch_tokens={batch_tokens}"], mapped=mapped, done=done)
+    said(console, job_words.heading(found))
+    shown, tied = job_words.shown_jobs(found, every=every), found.tied
+    bold = {i for i, each in enumerate(shown) if each in tied}
+    narrow = () if every else ("recompute", "not hidden", "MFU", "turns")
+    print_columns(console, job_words.ranking(found, every=every), narrow, bold=bold)
+    said(console, job_words.refused(found) if every else [])
+    for line in job_words.how_to(found):  # commands: to be copied
         console.print(line, soft_wrap=True)
     return 0
 

@@ -41,7 +41,7 @@ COMMANDS = {
     ),
     "advise": Command(
         "sp_bench.advise",
-        "gpus=64 seqlen=1M cluster=... memory=60GB plots=FILE changes=false",
+        "gpus=64 seqlen=1M cluster=... memory=60GB plots=FILE changes=false | batch_tokens=4M",
         "ranks all methods for a cluster, and says how sure that is",
         IN_MAIN,
     ),
@@ -93,7 +93,7 @@ COMMANDS = {
     "notebooks": Command("sp_bench.analysis.notebooks", "STUDY ...", "a study's page as an executed notebook"),
     "validate": Command(
         "sp_bench.validate",
-        "key=value ... | published | documents",
+        "key=value ... | published | documents | steps",
         "how far simulated points are from measured ones",
         IN_MAIN,
     ),

@@ -29,6 +29,15 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "attention", "ga
 """The kinds of memory of a training step."""
 
 
+def _divided(record: Record) -> str:
+    """The degrees of a training step whose ranks don't all share one sequence, in words; otherwise empty."""
+    data, tensor, turns = record.data_parallel or 1, record.tensor_parallel or 1, record.turns or 1
+    if data * tensor * turns == 1:
+        return ""
+    times = f", {turns} turns a step" if turns > 1 else ""
+    return f"CP {record.gpus // (data * tensor)} x DP {data} x TP {tensor}{times}"
+
+
 def _errors(record: Record) -> str:
     return _together(record.err_out, record.err_dq, record.err_dk, record.err_dv) or "-"
 
@@ -120,6 +129,7 @@ class Row(NamedTuple):
 
 ROWS = (
     Row("layout, variant", lambda r: f"{r.layout}, {variant(r)}", always=True),
+    Row("GPUs divided", lambda r: _divided(r) or "-"),
     Row(
         "documents", lambda r: f"{r.documents:,}, the longest of {r.longest_document:,} tokens" if r.documents else "-"
     ),
@@ -160,6 +170,7 @@ ROWS = (
     Row("head and loss", lambda r: share(r.loss_ms, r)),
     Row("gradients and parameters moved", lambda r: share(r.gradient_sync_ms, r)),
     Row("sums over tensor-parallel GPUs", lambda r: share(r.tensor_sum_ms or None, r)),
+    Row("copies to the host and back", lambda r: share(r.offload_ms or None, r)),
     Row("optimizer", lambda r: share(r.optimizer_ms, r)),
     Row("loss, first and last step", lambda r: f"{r.losses[0]:.6g}, {r.losses[-1]:.6g}" if r.losses else "-"),
     Row("exposed communication", lambda r: share(r.exposed_comm_ms, r), always=True),
@@ -172,6 +183,7 @@ ROWS = (
     Row("peak memory", lambda r: amount(r.peak_mem_bytes_max), always=True),
     Row("  from the plans", lambda r: "-" if r.model else amount(r.peak_mem_bytes_expected)),
     *(Row(f"  {kind}", partial(_held, kind=kind)) for kind in KINDS),
+    Row("  in the host's memory", lambda r: amount(r.host_bytes or None)),
     Row("  growth of resident memory", lambda r: amount(r.peak_rss_growth_bytes_max)),
 )
 """The rows of a point's table, in the order of a reader's questions: what was asked, how far to trust it, the step,

@@ -117,7 +117,7 @@ def _say_mode(console: Console, requests: Sequence[Request]) -> None:
     """Print what is measured and what is simulated, on what, and why: a line for each mode."""
     for mode, why in dict.fromkeys((request.mode, request.why) for request in requests):
         points = [request for request in requests if (request.mode, request.why) == (mode, why)]
-        counts = sorted({request.problem.n for request in points})
+        counts = sorted({request.given.values.gpus for request in points})
         gpus = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         device = points[0].cluster.device.name
         if mode == "simulate":

@@ -124,12 +124,13 @@ class Cluster:
         latency_s = inter.latency_s + self.hosts.crowd_latency_s_of(gpus / cores)
         return self.topology.replace(inter=inter.replace(latency_s=latency_s))
 
-    def tensor_parts(self, gpus: int, degree: int) -> tuple[Cluster, ...]:
+    def tensor_parts(self, gpus: int, degree: int, *, listed: bool = False) -> tuple[Cluster, ...]:
         """For each place in a tensor-parallel group, the cluster whose ranks are the GPUs there.
 
-        Groups are `degree` consecutive ranks of this cluster. The parts have the same links.
+        Groups are `degree` consecutive ranks of this cluster. The parts have the same links. `listed` has their GPUs
+        listed without groups too, so that the first ranks have the links of all `gpus`.
         """
-        if degree == 1:
+        if degree == 1 and not listed:
             return (self,)
         placed, node = self.topology.place(gpus), self.topology.gpus_per_node or gpus
         parts = [tuple(placed[place::degree].tolist()) for place in range(degree)]

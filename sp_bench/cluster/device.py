@@ -56,6 +56,8 @@ class DeviceSection(Section, frozen=True, kw_only=True):
     """Bytes/s of what a layer does element by element; None: memory_bytes_per_s."""
     layer_launch_s: Annotated[NotNegative, figure(0, 1e-1, "seconds of each kernel")] | None = None
     """Seconds of a kernel's launch in a layer, outside its attention; None: launch_s."""
+    host_bytes_per_s: Annotated[Positive, figure(1e9, 1e12, "bytes/s from a GPU to its host")] | None = None
+    """Bytes/s of copies to pinned memory of the host, or from it, of each GPU while all copy; None: not known."""
     transfer_slowdown: Annotated[NotNegative, figure(0, 3, "times a kernel's time beside transfers, in addition")] = 0.0
 
     def __post_init__(self) -> None:
@@ -97,6 +99,8 @@ class DeviceCosts:
     """Launch overhead of a matrix product, or of what is between two."""
     transfer_slowdown: float
     """How much longer kernels take while their rank's transfers are in flight: 0.19 is 19%."""
+    host_bytes_per_s: float | None = None
+    """Bandwidth of copies to pinned memory of the host, or from it; None: not known."""
     implementation: Implementation = OURS
     """The implementation that uses the device."""
 
@@ -122,6 +126,7 @@ class DeviceCosts:
             elementwise_bytes_per_s=section.elementwise_bytes_per_s or section.memory_bytes_per_s,
             layer_launch_s=section.launch_s if section.layer_launch_s is None else section.layer_launch_s,
             transfer_slowdown=section.transfer_slowdown,
+            host_bytes_per_s=section.host_bytes_per_s,
         )
 
     def with_kernel(self, kernel: str) -> Self:

@@ -263,7 +263,9 @@ class Topology(Section, frozen=True, kw_only=True):
     def network(self, n: int) -> Network:
         """The links of n ranks. Raises RequestError if the cluster has too few GPUs, or the network too many links."""
         gpu, g = self.place(n), self.gpus_per_node or n
-        gpus = (int(gpu.max()) // g + 1) * g
+        # Of a list, all GPUs have links, so that the first ranks of it share those of all.
+        last = max(self.placement) if isinstance(self.placement, tuple) else int(gpu.max())
+        gpus = (last // g + 1) * g
         if gpus > g and not self.inter:
             raise RequestError(f"gpus={n}", f"the cluster is one node of {g}, without NICs", f"gpus={g} would work")
         blocks = {}

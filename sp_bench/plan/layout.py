@@ -16,8 +16,6 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Self
 
-import numpy as np
-
 from sp_bench.errors import RequestError
 
 Positions = tuple[range, ...]
@@ -163,14 +161,14 @@ class Shards:
         """Tokens of the rank that owns most."""
         if len(self.stretches) == 1:
             return self.layout.most(self.n, self.stretches[0])
-        return int(np.max(self.tokens(np.arange(self.n))))
+        return max(self.tokens(rank) for rank in range(self.n))
 
     @cached_property
     def largest(self) -> int:
         """Tokens of the largest chunk."""
         if len(self.stretches) == 1:
             return self.layout.largest(self.n, self.stretches[0])
-        return int(np.max(self.chunk_tokens(np.arange(self.chunks))))
+        return max(self.chunk_tokens(chunk) for chunk in range(self.chunks))
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:

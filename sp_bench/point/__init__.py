@@ -11,6 +11,7 @@ from typing import Any
 from sp_bench import records
 from sp_bench.errors import RequestError
 from sp_bench.launch import Launch
+from sp_bench.point import data_parallel
 from sp_bench.point.choose import DeviceMemoryError
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
@@ -25,10 +26,12 @@ __all__ = ["NotWritten", "Outcome", "Request", "resolve", "run_points", "work_of
 
 
 def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
-    """The request of a composed config (request.resolve), with seqlen=max worked out.
+    """The request of a composed config (request.resolve), with seqlen=max and train.data_parallel=auto worked out.
 
     Raises RequestError for the first invalid value.
     """
+    if data_parallel.is_asked(config):
+        config = data_parallel.chosen(config)
     if config["seqlen"] != "max":
         return resolve_plain(config, launch)
     if config["mode"] not in ("auto", "simulate"):

@@ -161,7 +161,7 @@ def written(rows: Iterable[Backing]) -> str:
 def kind_of(request: Request, plans: Iterable[Plan]) -> Kind:
     """The kind of a request's point with these plans."""
     plans = list(plans)
-    links = links_of(request.cluster, plans[0].n)
+    links = links_of(request.cluster, plans[0].n * request.workload.groups)
     mask = request.problem.measured_as
     return Kind(request.workload.name, mask, transfers_of(plans, of_packs=mask == PACKS), links)
 

@@ -146,7 +146,7 @@ def rates(request: Request, step_ms: float, device_name: str | None) -> Rates:
     peak_tflops = request.cluster.device.peak_tflops.get(problem.dtype) if known else None
     return Rates(
         iters_per_s=1 / step_s,
-        tokens_per_s=problem.batch * problem.seqlen / step_s,
+        tokens_per_s=problem.batch * problem.seqlen * request.workload.groups * request.workload.turns / step_s,
         tflops_per_gpu=tflops_per_gpu,
         mfu=tflops_per_gpu / peak_tflops if peak_tflops else None,
     )

@@ -125,7 +125,7 @@ class Request:
         """The part of the record that has the setup, as far as the request determines it."""
         return Setup(
             layout=self.problem.layout.name,
-            nodes=self.cluster.nodes(self.problem.n),
+            nodes=self.cluster.nodes(self.problem.n * self.workload.groups),
             device_name=self.cluster.device.name,
             transport=None if isinstance(self.method, Peer) else self.transport.described(on_cpu=self.on_cpu),
         )
@@ -163,7 +163,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     here = not (launch and launch.future)
     method = _method(given, here=here)
     peer = method if isinstance(method, Peer) else None
-    problem = _problem(given, method, kind.tensor_parallel(config))
+    problem = _problem(given, method, kind.tensor_parallel(config), kind.data_parallel(config))
     section = read(KernelSection, config["kernel"], "kernel")
     kernel, margin = section.name, None if section.sm_margin == "auto" else section.sm_margin
     workload = kind.build(config, phases)
@@ -234,7 +234,7 @@ def _with_collectives(method: Method | Peer, transport: TransportKind) -> Method
     return method
 
 
-def _problem(given: Given, method: Method | Peer, tensor_parallel: int) -> Problem:
+def _problem(given: Given, method: Method | Peer, tensor_parallel: int, data_parallel: int = 1) -> Problem:
     """The problem in the method's layout, with the heads of one of the GPUs that share a rank's tokens.
 
     Raises RequestError if the method refuses it, or the GPUs can't share the heads.
@@ -245,7 +245,13 @@ def _problem(given: Given, method: Method | Peer, tensor_parallel: int) -> Probl
         if getattr(values, key) % tensor_parallel:
             rule = f"must divide {key}={getattr(values, key)}"
             raise RequestError(f"train.tensor_parallel={tensor_parallel}", rule, "train.tensor_parallel=1 would work")
-    n = values.gpus // tensor_parallel
+    n, rest = divmod(values.gpus // tensor_parallel, data_parallel)
+    if rest:
+        groups = values.gpus // tensor_parallel
+        beside = f" / train.tensor_parallel={tensor_parallel}" if tensor_parallel > 1 else ""
+        choices = ", ".join(str(d) for d in range(1, groups + 1) if groups % d == 0)
+        rule = f"must divide gpus={values.gpus}{beside}"
+        raise RequestError(f"train.data_parallel={data_parallel}", rule, f"{choices} would work")
     shape |= {key: shape[key] // tensor_parallel for key in ("heads", "kv_heads")}
     layout, dtype = method.layout_of(mask, n), str(given.config["dtype"])
     wire_dtype = str(given.config["wire_dtype"] or "")
@@ -276,6 +282,7 @@ def _refuse_measuring(
     here, cores = (launch.ranks_here, launch.cores_here) if launch else (problem.n, cores_here())
     here = 1 if mode.alone else here
     on_cpu = mode.devices.kind == "cpu"
+    workload.refuse_device(mode.devices.kind)
     inputs = problem.chunk_bytes(Q, wire=False) + problem.chunk_bytes(KV, wire=False) if on_cpu else 0
     held = workload.held_bytes(cluster.device, problem) if on_cpu else {}
     refuse_what_does_not_fit(here, {"attention": inputs, **held}, config)
@@ -291,7 +298,10 @@ def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
     With seqlen=max it has the shortest sequence that was tried.
     """
     if config["seqlen"] == "max":
-        ranks = read(Count, config["gpus"], "gpus") // workload_named(str(config["workload"])).tensor_parallel(config)
+        kind = workload_named(str(config["workload"]))
+        if config["train"].get("data_parallel") == "auto":
+            config = {**config, "train": {**config["train"], "data_parallel": 1}}
+        ranks = read(Count, config["gpus"], "gpus") // (kind.tensor_parallel(config) * kind.data_parallel(config))
         config = {**config, "seqlen": LEAST_STEP * max(ranks, 1)}
     measured = config["mode"] == "auto" and config["cluster"].get("this_machine") is True
     mode = config["mode"] if config["mode"] in MODES else "measure" if measured else "simulate"

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 ALONG = "each layer's parameters are gathered, and gradients reduced, beside the layer before it (FSDP)"
 TENSOR = "tensor parallel: each layer's sums of activations over {} consecutive GPUs are hidden by nothing"
 WAITED = "each layer's parameters are gathered, and gradients reduced, while nothing computes (FSDP over gloo)"
+COPIED = "what a layer keeps is copied to the host beside the next layer, and back while nothing computes (offload)"
 FUSED = "matrix products at their best rate or memory speed, elementwise operations once through memory"
 
 
@@ -53,11 +54,22 @@ class Layer:
     dense_s: float
     summed_s: float
     """Sums over tensor-parallel GPUs."""
+    copied_s: float = 0.0
+    """Copies of activations to the host or back that nothing hides."""
 
     @property
     def waits_s(self) -> float:
         """The part of it that neither computes nor waits for its attention or sums: a collective that ends later."""
-        return self.whole_s - self.attention_s - self.dense_s - self.summed_s
+        return self.whole_s - self.attention_s - self.dense_s - self.summed_s - self.copied_s
+
+    def beside_copies(self, copied_s: float) -> Layer:
+        """The layer beside copies, of what the one before it keeps, to the host."""
+        longer_s = max(copied_s - self.whole_s, 0.0)
+        return replace(self, whole_s=self.whole_s + longer_s, copied_s=longer_s)
+
+    def after_copies(self, copied_s: float) -> Layer:
+        """The layer after copies from the host, for which it waits."""
+        return replace(self, whole_s=self.whole_s + copied_s, copied_s=copied_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +88,8 @@ class StepTimes:
     """Sums of gradients, and gathers that nothing hides."""
     summed_s: float
     """Sums of activations over tensor-parallel GPUs."""
+    copied_s: float
+    """Copies of activations to the host and back that nothing hides."""
     computed_s: float
     """All that computes."""
     least_s: float
@@ -102,6 +116,11 @@ def simulate_training(request: Request, cluster: Cluster | None = None) -> Recor
     Slow ranks are refused: only the attention's model knows them. With a `cluster`, the plans that the request's own
     chooses are simulated on that one.
     """
+    return simulate_chosen(request, cluster)[0]
+
+
+def simulate_chosen(request: Request, cluster: Cluster | None = None) -> tuple[Record, Choice]:
+    """The same record, and the variant of the attention that was chosen."""
     costs = _costs(request)
     _refuse(request)
     held = costs.held_bytes()
@@ -125,10 +144,12 @@ def simulate_training(request: Request, cluster: Cluster | None = None) -> Recor
         attention_ms=1e3 * times.attention_s,
         attention_exposed_ms=1e3 * (times.attention_s - times.busy_s),
         dense_ms=1e3 * times.dense_s,
-        loss_ms=1e3 * costs.loss_s(),
+        loss_ms=1e3 * costs.turns * costs.loss_s(),
         gradient_sync_ms=1e3 * times.sync_s,
         tensor_sum_ms=1e3 * times.summed_s,
+        offload_ms=1e3 * times.copied_s,
         optimizer_ms=1e3 * costs.optimizer_s(),
+        host_bytes=costs.host_bytes,
         **{f"{kind}_bytes": size for kind, size in held.items()},
     )
     fields = (
@@ -163,8 +184,9 @@ def simulate_training(request: Request, cluster: Cluster | None = None) -> Recor
     device = request.cluster.device
     fused = [FUSED] if device.elementwise_bytes_per_s == device.memory_bytes_per_s else []
     notes = [*request.notes, *request.cluster.notes(choice.problem), *fused, *along]
+    notes += [COPIED] * costs.training.offload
     notes += [TENSOR.format(degree)] * (degree > 1)
-    return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *fields, notes=notes)
+    return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *fields, notes=notes), choice
 
 
 def least_compute_s(request: Request) -> float:
@@ -176,14 +198,23 @@ def least_compute_s(request: Request) -> float:
 
 
 def _parts(costs: TrainingCosts, cluster: Cluster) -> tuple[Cluster, ...]:
-    """The cluster of each tensor-parallel place."""
-    return cluster.tensor_parts(costs.gpus, costs.training.tensor_parallel)
+    """The cluster of each tensor-parallel place. The ranks of the first data-parallel group come first.
+
+    Raises RequestError for groups that share nodes with a part of another: they wouldn't be alike.
+    """
+    groups, degree, node = costs.training.data_parallel, costs.training.tensor_parallel, cluster.topology.gpus_per_node
+    size = costs.problem.n * degree
+    if groups > 1 and node and size % node and node % size:
+        rule = f"has groups of {size} GPUs, and nodes of {cluster.name} have {node}: all groups are taken to be alike"
+        works = "groups that fill nodes, or of which a node holds a whole number, would work"
+        raise RequestError(f"train.data_parallel={groups}", rule, works)
+    return cluster.tensor_parts(costs.gpus, degree, listed=groups > 1)
 
 
 def _costs(request: Request) -> TrainingCosts:
     """The costs beside the attention on the request's cluster."""
     workload, cluster = cast("Train", request.workload), request.cluster
-    crowding = cluster.crowding(request.problem.n * workload.training.tensor_parallel)
+    crowding = cluster.crowding(request.problem.n * workload.training.tensor_parallel * workload.groups)
     return workload.costs(request.problem, cluster.device, crowding)
 
 
@@ -205,39 +236,44 @@ def _times(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole
     layers, full = costs.model.layers, costs.training.recompute == "full"
     before_s, after_s = costs.before_s(), costs.after_s()
     sums = costs.tensor_sums
-    forward = _layer(choice, "forward", parts, costs.gathered_bytes, 1, (before_s, after_s), (0.0, 2 * sum_s))
+    ranks = costs.ranks
+    forward = _layer(choice, "forward", parts, ranks, costs.gathered_bytes, 1, (before_s, after_s), (0.0, 2 * sum_s))
+    forward = forward.beside_copies(costs.copied_s)
     backward = _layer(
         choice,
         "backward",
         parts,
+        ranks,
         costs.gathered_bytes + costs.reduced_bytes,
         2,
         (costs.again_s() + forward.attention_s * full + costs.after_backward_s(), costs.before_backward_s()),
         ((sums["backward"] - 1) * sum_s, sum_s),
     )
-    n = choice.problem.n
-    networks = [part.network(n, idle=True) for part in parts]
-    first_s = alone_s(networks, n, costs.gathered_bytes, n - 1)
-    outside_s = alone_s(networks, n, costs.outside_bytes, 2 * (n - 1))
-    sync_s = alone_s(networks, n, costs.summed_bytes, 2 * (n - 1))
-    edge_s = sums["outside"] * sum_s
-    busy_s = layers * ((1 + full) * forward.busy_s + backward.busy_s)
-    dense_s = layers * (forward.dense_s + backward.dense_s - full * forward.attention_s)
-    around_s = dense_s + costs.loss_s() + costs.optimizer_s()
-    gathers_s = first_s + outside_s + layers * (forward.waits_s + backward.waits_s)
+    backward = backward.after_copies(costs.copied_s)
+    networks = [part.network(ranks, idle=True) for part in parts]
+    first_s = alone_s(networks, ranks, costs.gathered_bytes, ranks - 1)
+    outside_s = alone_s(networks, ranks, costs.outside_bytes, 2 * (ranks - 1))
+    sync_s = alone_s(networks, ranks, costs.summed_bytes, 2 * (ranks - 1))
+    turns, edge_s = costs.turns, sums["outside"] * sum_s
+    times = turns * layers
+    busy_s = times * ((1 + full) * forward.busy_s + backward.busy_s)
+    dense_s = times * (forward.dense_s + backward.dense_s - full * forward.attention_s)
+    around_s = dense_s + turns * costs.loss_s() + costs.optimizer_s()
+    gathers_s = turns * (first_s + outside_s) + times * (forward.waits_s + backward.waits_s)
     return StepTimes(
         phases_s={
-            "forward": first_s + layers * forward.whole_s + costs.loss_s() + edge_s,
-            "backward": outside_s + layers * backward.whole_s,
+            "forward": turns * (first_s + costs.loss_s() + edge_s) + times * forward.whole_s,
+            "backward": turns * outside_s + times * backward.whole_s,
             "update": sync_s + costs.optimizer_s(),
         },
-        attention_s=layers * ((1 + full) * forward.attention_s + backward.attention_s),
+        attention_s=times * ((1 + full) * forward.attention_s + backward.attention_s),
         busy_s=busy_s,
         dense_s=dense_s,
         sync_s=sync_s + gathers_s,
-        summed_s=layers * (forward.summed_s + backward.summed_s) + edge_s,
+        summed_s=times * (forward.summed_s + backward.summed_s) + turns * edge_s,
+        copied_s=times * (forward.copied_s + backward.copied_s),
         computed_s=busy_s + around_s,
-        least_s=layers * ((1 + full) * forward.least_s + backward.least_s) + around_s,
+        least_s=times * ((1 + full) * forward.least_s + backward.least_s) + around_s,
     )
 
 
@@ -272,19 +308,20 @@ def _layer(
     choice: Choice,
     phase: str,
     parts: Sequence[Cluster],
+    ranks: int,
     sent_bytes: float,
     collectives: int,
     dense_s: tuple[float, float],
     summed_s: tuple[float, float],
 ) -> Layer:
-    """One layer of a phase beside the collectives of others; `dense_s` and `summed_s` stand before and after its
+    """One layer of a phase beside the collectives of all `ranks`; `dense_s` and `summed_s` stand before and after its
     attention."""
-    problem, before_s, steps = choice.problem, dense_s[0] + summed_s[0], collectives * (choice.problem.n - 1)
+    problem, before_s, steps = choice.problem, dense_s[0] + summed_s[0], collectives * (ranks - 1)
     graphs = [build_graph(choice.plans[phase], problem, part, use_symmetry=False) for part in parts]
-    networks, waited_s = [part.network(problem.n) for part in parts], 0.0
+    networks, waited_s = [part.network(ranks) for part in parts], 0.0
     if parts[0].cores:
-        idle = [part.network(problem.n, idle=True) for part in parts]
-        waited_s, sent_bytes = alone_s(idle, problem.n, sent_bytes, steps), 0.0
+        idle = [part.network(ranks, idle=True) for part in parts]
+        waited_s, sent_bytes = alone_s(idle, ranks, sent_bytes, steps), 0.0
     found = beside(graphs, networks, sent_bytes, steps, before_s)
     return Layer(
         whole_s=max(found.attention_s + dense_s[1] + summed_s[1], found.collective_s) + waited_s,
@@ -314,7 +351,7 @@ def _traffic(traffic: Traffic, costs: TrainingCosts, by_link: dict[str, float]) 
 def _tensor_bytes(costs: TrainingCosts) -> float:
     """Bytes that each GPU sends in a step within its tensor-parallel group."""
     layers, sums = costs.model.layers, costs.tensor_sums
-    return costs.tensor_sum_bytes * (layers * (sums["forward"] + sums["backward"]) + sums["outside"])
+    return costs.turns * costs.tensor_sum_bytes * (layers * (sums["forward"] + sums["backward"]) + sums["outside"])
 
 
 @dataclass(frozen=True)
@@ -332,21 +369,23 @@ class _Bound:
     ) -> tuple[dict[str, float], float, str]:
         """(bytes across each class of links per GPU, a lower bound on the step in s, what sets it)."""
         problem, degree, network = choice.problem, len(parts), whole.network(costs.gpus)
-        crossed = np.zeros(network.link_bytes_per_s.size)
+        of_attention, crossed = np.zeros((2, network.link_bytes_per_s.size))
         for part in parts:
-            own = part.network(problem.n)
+            own, every = part.network(problem.n), part.network(costs.ranks)
             for phase, plan in choice.plans.items():
-                crossed += self.times[phase] * link_bytes(own, account.traffic(plan, problem, part))
-            if problem.n > 1:
-                crossed += link_bytes(own, ring_traffic(own, problem.n, self.collective_bytes))
+                of_attention += self.times[phase] * link_bytes(own, account.traffic(plan, problem, part))
+            if costs.ranks > 1:
+                crossed += link_bytes(every, ring_traffic(every, costs.ranks, self.collective_bytes))
         if degree > 1:
             crossed += link_bytes(network, ring_traffic(network, degree, _tensor_bytes(costs)))
+        crossed += of_attention
         bounds_s = {"compute": self.computed_s} | {
             name: float((crossed[links] / network.link_bytes_per_s[links]).max(initial=0.0))
             for name, links in link_classes(network).items()
         }
         bound_by = max(bounds_s, key=lambda name: bounds_s[name])
-        by_link = {name: size / costs.gpus for name, size in by_link_class(network, crossed).items()}
+        others = (costs.training.data_parallel - 1) * of_attention  # the groups are alike
+        by_link = {name: size / costs.gpus for name, size in by_link_class(network, crossed + others).items()}
         return by_link, bounds_s[bound_by], bound_by
 
 

@@ -27,7 +27,7 @@ class Asked:
     impl: Annotated[str | None, Setting("implementation")] = None
     """With method=peer: the implementation that ran."""
     gpus: Annotated[int, Setting("GPUs")]
-    """The number of GPUs, which is that of ranks times train.tensor_parallel."""
+    """The number of GPUs, which is that of ranks times train.tensor_parallel times train.data_parallel."""
     seqlen: Annotated[int, Setting("sequence length", words="tokens")]
     """Tokens of the whole sequence."""
     kv_seqlen: Annotated[int | None, Setting("keys", words="tokens")] = None
@@ -377,10 +377,18 @@ class TrainingStep:
     """The number of the model's parameters."""
     recompute: Annotated[str | None, Setting()] = None
     """The part of a layer that the backward computes again: none, attention (all but the attention), full."""
+    offload: Annotated[bool | None, Setting()] = None
+    """Whether what the layers keep for the backward is in the host's memory until then."""
     sharded: Annotated[bool | None, Setting()] = None
     """Whether parameters, gradients and the optimizer's state are split over the ranks."""
     tensor_parallel: Annotated[int | None, Setting()] = None
     """How many GPUs share the tokens of a rank, with a part of the heads each."""
+    data_parallel: Annotated[int | None, Setting()] = None
+    """How many groups of ranks train on sequences of their own; gradients are summed over all of them."""
+    turns: Annotated[int | None, Setting()] = None
+    """How often a rank computes forward and backward in a step, whose gradients are added up."""
+    linears: Annotated[str | None, Setting()] = None
+    """The dtype of a layer's matrix products: compute (that of the activations) or float8."""
     attention_ms: float | None = None
     """The attention of all layers, waits for its transfers included."""
     attention_exposed_ms: float | None = None
@@ -394,6 +402,8 @@ class TrainingStep:
     Measured on GPUs: without what the layers' own collectives cost, which is in dense_ms."""
     tensor_sum_ms: float | None = None
     """Simulated: sums of activations over tensor-parallel GPUs, which nothing hides."""
+    offload_ms: float | None = None
+    """Simulated: copies of activations to the host and back, as far as nothing hides them."""
     optimizer_ms: float | None = None
     """The time of the optimizer."""
     parameters_bytes: int | None = None
@@ -411,5 +421,7 @@ class TrainingStep:
     gather, with the buffer that it fills."""
     loss_bytes: int | None = None
     """Simulated: the logits of a chunk of tokens."""
+    host_bytes: int | None = None
+    """Activations in the host's memory, of each GPU; simulated, or measured as copied in a forward."""
     losses: list[float] | None = None
     """Measured: the loss of each complete iteration, untimed ones included."""

@@ -41,14 +41,15 @@ def beside(
 ) -> Together:
     """Run plans' graphs of all their ranks, `before_s` after a collective of so many steps has begun.
 
-    Each rank sends `sent_bytes` in the collective of its graph's ranks; 0 for none. Several graphs run at one time
-    over the same links: each has a network of its own ranks.
+    Each rank sends `sent_bytes` in the collective of its graph's network; 0 for none. Several graphs run at one time
+    over the same links: each has a network, which begins with its own ranks and goes on with those of other
+    data-parallel groups, of which the collective is too.
     """
     parts = []
     for graph, network in zip(graphs, networks, strict=True):
         n = graph.quotient.ranks.size
         assert n == graph.quotient.orbit.size, "the collective sees every rank"
-        legs = ring_traffic(network, n, sent_bytes) if sent_bytes else []
+        legs = ring_traffic(network, network.gpu.size, sent_bytes) if sent_bytes else []
         parts.append(_added(graph.tasks, n, network, legs, steps, before_s))
     timing, first, found = solve(_joined(parts)), 0, []
     for graph, part in zip(graphs, parts, strict=True):
@@ -112,8 +113,8 @@ def _added(
     steps: int,
     before_s: float,
 ) -> TaskGraph:
-    """The tasks, each rank's beginning `before_s` later, and after them the flows of a collective."""
-    count, ranks = tasks.delay_s.size, np.arange(n)
+    """The tasks of n ranks, each beginning `before_s` later, and after them the flows of the network's collective."""
+    count, ranks = tasks.delay_s.size, np.arange(network.gpu.size)
     waiting = np.diff(tasks.dep_start)
     roots = np.flatnonzero(waiting == 0)
     later = count + roots % n  # rows have a task for each rank
@@ -123,7 +124,7 @@ def _added(
     crossed = [each >= 0 for each in links]
     hops = [np.diff(tasks.path_start), np.zeros(n, np.int64), *(there.sum(axis=1) for there in crossed)]
     flows = [each[there] for each, there in zip(links, crossed, strict=True)]
-    own = tasks.path_links, tasks.path_loads
+    own, added = (tasks.path_links, tasks.path_loads), n + ranks.size * len(legs)
     return TaskGraph(
         delay_s=np.concatenate([tasks.delay_s, np.full(n, before_s), *([latency_s] * len(legs))]),
         flow_bytes=np.concatenate([tasks.flow_bytes, np.zeros(n), *(sent for _, sent in legs)]),
@@ -131,11 +132,11 @@ def _added(
         path_links=np.concatenate([own[0], *flows]).astype(np.int32),
         path_loads=np.concatenate([own[1], *(np.ones(each.size) for each in flows)]),
         dep_start=np.concatenate(
-            ([0], np.cumsum(np.concatenate([np.where(waiting == 0, 1, waiting), np.zeros(n * (1 + len(legs)), int)])))
+            ([0], np.cumsum(np.concatenate([np.where(waiting == 0, 1, waiting), np.zeros(added, int)])))
         ),
         dep_tasks=np.insert(tasks.dep_tasks, tasks.dep_start[roots], later.astype(np.int32)),
         rate_cap=np.concatenate([tasks.rate_cap, np.full(n, np.inf), *(route.rate_cap for route in routes)]),
-        weight=np.concatenate([tasks.weight, np.ones(n * (1 + len(legs)))]),
+        weight=np.concatenate([tasks.weight, np.ones(added)]),
         link_bytes_per_s=tasks.link_bytes_per_s,
     )
 

@@ -1,13 +1,14 @@
 """python -m sp_bench.validate: this machine's points. python -m sp_bench.validate published: others' points.
 
-python -m sp_bench.validate documents: others' bars of packed documents.
+python -m sp_bench.validate documents: others' bars of packed documents. python -m sp_bench.validate steps: others'
+training steps.
 """
 
 from __future__ import annotations
 
 import sys
 
-from sp_bench.validate import documents, machine, published
+from sp_bench.validate import documents, machine, published, steps
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,6 +17,8 @@ def main(argv: list[str] | None = None) -> int:
     command, *rest = arguments or [""]
     if command == "documents":
         return documents.main(rest)
+    if command == "steps":
+        return steps.main(rest)
     return published.main(rest) if command == "published" else machine.main(arguments)
 
 

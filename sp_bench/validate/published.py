@@ -27,7 +27,7 @@ from sp_bench.point import resolve
 from sp_bench.point.backing import FILE, PACKS, TELLING, Backing, Kind, figures_of, known, transfers_of, written
 from sp_bench.point.choose import plans_of
 from sp_bench.resources import PACKAGE, conf_files, place
-from sp_bench.validate import machine
+from sp_bench.validate import machine, steps
 from sp_bench.validate.left_out import LeftOut, simulation
 from sp_bench.validate.order import Row, count_in_order
 from sp_bench.workload.attention import Attention
@@ -62,7 +62,8 @@ def _published(arguments: list[str]) -> int:
     out = writable_folder("out", only_keys(arguments, {"out": "docs/results"}).get("out", "docs/results"))
     found = both()
     found.to_csv(out / "published.csv", index=False)
-    rows = [*backing(found), *measured_here(), *(row for kind, row in known().items() if kind.mask == PACKS)]
+    of_packs = [row for kind, row in known().items() if kind.mask == PACKS]
+    rows = [*backing(found), *steps.backing(steps.simulated(steps.steps())), *measured_here(), *of_packs]
     FILE.write_text(written(rows))
     print(f"{out / 'published.csv'}: {len(found)} points; {FILE}: {len(rows)} kinds of points")
     return 0

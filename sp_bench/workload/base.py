@@ -135,6 +135,9 @@ class Workload(ABC):
     def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:  # noqa: B027  # attention runs on all
         """Raise RequestError if the workload can't have such a problem, run in the mode, or call a peer."""
 
+    def refuse_device(self, kind: str) -> None:  # noqa: B027  # attention runs on all
+        """Raise RequestError for what measured ranks on this kind of device, cuda or cpu, can't do."""
+
     def on(self, device: DeviceCosts, problem: Problem) -> Self:
         """The workload on such a device, with what the device's memory decides."""
         return self
@@ -149,6 +152,21 @@ class Workload(ABC):
     @classmethod
     def tensor_parallel(cls, config: Mapping[str, Any]) -> int:
         """How many GPUs share the tokens of each rank of the attention, with a part of the heads each."""
+        return 1
+
+    @classmethod
+    def data_parallel(cls, config: Mapping[str, Any]) -> int:
+        """How many groups of ranks have sequences of their own."""
+        return 1
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of ranks that each have sequences of their own."""
+        return 1
+
+    @property
+    def turns(self) -> int:
+        """How often a rank computes forward and backward in a step, each time on other sequences."""
         return 1
 
     @classmethod

@@ -15,7 +15,7 @@ from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import RequestError
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.workload.model import Model, shard_elements
-from sp_bench.workload.training import MOMENTS, UPDATE, Training, ring_bytes, sent_otherwise
+from sp_bench.workload.training import FLOAT8, MOMENTS, UPDATE, Training, ring_bytes, sent_otherwise
 
 ELEMENTWISE_BACKWARD = 2.0
 """Memory moved by the backward of elementwise operations over that of their forward."""
@@ -30,7 +30,9 @@ class TrainingCosts:
     model: Model
     training: Training
     sharded: bool
-    """Whether parameters, gradients and moments are split over all ranks."""
+    """Whether parameters, gradients and moments are split over the ranks of all data-parallel groups."""
+    turns: int = 1
+    """How often a rank computes forward and backward in a step."""
     problem: Problem
     """The problem of the attention."""
     device: DeviceCosts
@@ -44,8 +46,13 @@ class TrainingCosts:
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs: those of all tensor-parallel groups."""
-        return self.problem.n * self.training.tensor_parallel
+        """The number of GPUs: those of all tensor-parallel and data-parallel groups."""
+        return self.ranks * self.training.tensor_parallel
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of all data-parallel groups, over which gradients are summed and parameters split."""
+        return self.problem.n * self.training.data_parallel
 
     @property
     def _tokens(self) -> int:
@@ -65,17 +72,27 @@ class TrainingCosts:
 
     def dense_s(self, names: tuple[str, ...], *, times: float = 1.0) -> float:
         """Seconds of a layer's matrix products of these names, `times` over (2 for their backward)."""
-        found = 0.0
+        found, narrow = 0.0, self.training.linears == FLOAT8
         for name, (inputs, outputs) in self.share.layer_matrices(self.problem).items():
             if name in names:
-                found += times * self._product_s(inputs, outputs)
+                found += times * self._product_s(inputs, outputs, narrow=narrow)
+                found += narrow * self._scaled_s(inputs, outputs, backward=times > 1)
         return found
 
-    def _product_s(self, inputs: int, outputs: int) -> float:
-        rate = self.device.matmul_flops_per_s(self.problem.dtype)
-        moved = self._element * (self._tokens * (inputs + outputs) + inputs * outputs)
+    def _product_s(self, inputs: int, outputs: int, *, narrow: bool = False) -> float:
+        rate = self.device.matmul_flops_per_s(FLOAT8 if narrow else self.problem.dtype)
+        operand = 1 if narrow else self._element
+        moved = operand * (self._tokens + outputs) * inputs + self._element * self._tokens * outputs
         computed_s = 2.0 * self._tokens * inputs * outputs / rate
         return self.crowding * (self.device.layer_launch_s + max(computed_s, moved / self.device.memory_bytes_per_s))
+
+    def _scaled_s(self, inputs: int, outputs: int, *, backward: bool) -> float:
+        """Seconds of casting the operands of a float8 product with a scale for each tensor.
+
+        Its largest element is found before it is cast. The backward has the output's gradient too.
+        """
+        elements = (self._tokens + outputs) * inputs + backward * self._tokens * outputs
+        return self._moved_s((2 * self._element + 1) * elements, kernels=2 * (2 + backward))
 
     def layer_s(self, phase: str) -> float:
         """Seconds of a layer's forward or backward without its attention; of the backward with what it recomputes."""
@@ -134,12 +151,26 @@ class TrainingCosts:
         device = self.device
         return self.crowding * (kernels * device.layer_launch_s + moved_bytes / device.elementwise_bytes_per_s)
 
+    @property
+    def copied_s(self) -> float:
+        """Seconds of copying what one layer keeps to the host, or back; 0 if it stays on the device.
+
+        Raises RequestError where the device's way to its host isn't known.
+        """
+        if not self.training.offload:
+            return 0.0
+        rate = self.device.host_bytes_per_s
+        if rate is None:
+            rule = f"the way from {self.device.name} to its host is not known"
+            raise RequestError("train.offload=true", rule, "cluster.device.host_bytes_per_s=2.5e10 would work")
+        return self.device.layer_launch_s + self._layer_kept_bytes / rate
+
     # Collectives: bytes that each rank sends in a ring
 
     @property
     def _layer_sent(self) -> int:
         """Elements that each rank sends in a collective of a layer's parameters; 0 if they are not split."""
-        n, shapes = self.problem.n, self.share.layer_shapes(self.problem)
+        n, shapes = self.ranks, self.share.layer_shapes(self.problem)
         return self.sharded * (n - 1) * shard_elements(shapes, n)
 
     @property
@@ -155,13 +186,14 @@ class TrainingCosts:
     @property
     def outside_bytes(self) -> float:
         """Sent to gather and reduce the parameters outside the layers, which are kept from forward to backward."""
-        n, shapes = self.problem.n, self.share.outside_shapes()
+        n, shapes = self.ranks, self.share.outside_shapes()
         return self.sharded * (n - 1) * (self._element + self._wide) * shard_elements(shapes, n)
 
     @property
     def summed_bytes(self) -> float:
         """Sent to sum all gradients over the ranks where each has all of them."""
-        return (not self.sharded) * sum(sent_otherwise(UPDATE, self.share, self.problem, sharded=False).values())
+        sent = sent_otherwise(UPDATE, self.share, self.problem, sharded=False, groups=self.training.data_parallel)
+        return (not self.sharded) * sum(sent.values())
 
     @property
     def tensor_sum_bytes(self) -> int:
@@ -182,7 +214,7 @@ class TrainingCosts:
 
     @property
     def _own_parameters(self) -> int:
-        model, n = self.share, self.problem.n if self.sharded else 1
+        model, n = self.share, self.ranks if self.sharded else 1
         return model.layers * shard_elements(model.layer_shapes(self.problem), n) + shard_elements(
             model.outside_shapes(), n
         )
@@ -202,8 +234,25 @@ class TrainingCosts:
             "loss": round(loss if model.kind == "decoder" else 0),
         }
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of activations in the host's memory for a GPU."""
+        return self.training.offload * round(self.model.layers * self._layer_kept_bytes)
+
     def _activation_bytes(self) -> int:
-        """Bytes that the backward keeps from the forward (transformer.Recompute)."""
+        """Bytes on the device that the backward keeps from the forward (transformer.Recompute).
+
+        If the rest is on the host, those of two layers: one is copied while the next computes.
+        """
+        model = self.share
+        last = 3 * model.width  # before and after the last norm, and the gradient that the loss has made
+        head = self._wide * model.outputs * model.width * (model.kind == "decoder")  # its gradient, made with the loss
+        layers = min(2, model.layers) if self.training.offload else model.layers
+        return round(layers * self._layer_kept_bytes + self._element * self._tokens * last + head)
+
+    @property
+    def _layer_kept_bytes(self) -> float:
+        """Bytes that a layer keeps."""
         problem, model = self.problem, self.share
         q, kv = problem.heads * problem.head_dim, problem.kv_heads * problem.head_dim
         lse = DTYPE_BYTES[problem.accumulate_dtype] * problem.heads / self._element
@@ -214,9 +263,7 @@ class TrainingCosts:
             "attention": model.width + attention,
             "none": 4 * model.width + attention + mlp,
         }[self.training.recompute]
-        last = 3 * model.width  # before and after the last norm, and the gradient that the loss has made
-        head = self._wide * model.outputs * model.width * (model.kind == "decoder")  # its gradient, made with the loss
-        return round(self._element * self._tokens * (model.layers * layer + last) + head)
+        return self._element * self._tokens * layer
 
 
 def too_large(costs: TrainingCosts, held: Mapping[str, int]) -> RequestError:
@@ -228,9 +275,10 @@ def too_large(costs: TrainingCosts, held: Mapping[str, int]) -> RequestError:
     kinds = ", ".join(f"{kind} {size / 1e9:.3g}" for kind, size in sorted(held.items(), key=lambda x: -x[1]) if size)
     rule = f"a rank needs {need / 1e9:.4g} GB and {device.name} has {have / 1e9:.4g}: {(need - have) / 1e9:.3g} GB are "
     rule += f"missing. In GB: {kinds}"
-    recompute, shorter = costs.training.recompute, "a shorter seqlen, or more GPUs,"
+    shorter, more = "a shorter seqlen, or more GPUs,", ["train.recompute=full"] * (costs.training.recompute != "full")
+    more += ["train.offload=true"] * (not costs.training.offload and costs.device.host_bytes_per_s is not None)
     would_work = {
-        "activations": shorter if recompute == "full" else "a shorter seqlen, more GPUs, or train.recompute=full",
+        "activations": f"a shorter seqlen, more GPUs, or {' or '.join(more)}" if more else shorter,
         "attention": shorter,
         "gathered": "a smaller model",
         "loss": "a smaller train.loss_chunk",

@@ -47,6 +47,8 @@ class Train(Workload):
     training: Training
     sharded: bool = False
     """Whether parameters, gradients and moments are split over all ranks (`on`)."""
+    in_turn: int = 1
+    """How often a rank computes forward and backward in a step (`on`)."""
 
     @classmethod
     def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Self:
@@ -81,26 +83,64 @@ class Train(Workload):
         if peer:
             rule = f"workload={self.name} trains with the suite's own methods"
             raise RequestError(f"method=peer impl={peer.impl}", rule, "method=ring would work")
-        if mode != "simulate" and self.training.tensor_parallel > 1:
-            rule = "is simulated only: measured ranks have whole matrices"
-            raise RequestError(
-                f"train.tensor_parallel={self.training.tensor_parallel}", rule, "mode=simulate would work"
-            )
+        asked = self.training
+        for value, simulated, rule in (
+            (
+                f"tensor_parallel={asked.tensor_parallel}",
+                asked.tensor_parallel > 1,
+                "measured ranks have whole matrices",
+            ),
+            (f"data_parallel={asked.data_parallel}", asked.data_parallel > 1, "measured ranks share one sequence"),
+            (f"batch_tokens={asked.batch_tokens}", bool(asked.batch_tokens), "a measured step is of one batch"),
+            (f"linears={asked.linears}", asked.linears != "compute", "measured matrices have the compute dtype"),
+        ):
+            if mode != "simulate" and simulated:
+                raise RequestError(f"train.{value}", f"is simulated only: {rule}", "mode=simulate would work")
+        turn = self._turn_tokens(problem)
+        if (asked.batch_tokens or turn) % turn:
+            rule = f"must be a multiple of {turn}, batch x seqlen x train.data_parallel"
+            raise RequestError(f"train.batch_tokens={asked.batch_tokens}", rule, f"{turn} would work")
         if mode == "alone":
             rule = f"executes attention, not workload={self.name}"
             raise RequestError("mode=alone", rule, "mode=measure would work")
+
+    def refuse_device(self, kind: str) -> None:
+        """Raise RequestError for what ranks on this kind of device can't do."""
+        if self.training.offload and kind == "cpu":
+            rule = "ranks on CPUs keep activations in the host's memory anyway"
+            raise RequestError("train.offload=true", rule, "train.offload=false would work")
 
     def on(self, device: DeviceCosts, problem: Problem) -> Self:
         """With parameters split if it says so, or doesn't say and they wouldn't fit the device's memory."""
         asked, memory_bytes = self.training.parameters, device.memory_bytes
         states = (2 + MOMENTS) * DTYPE_BYTES[problem.accumulate_dtype] * self.share.parameters(problem)
         sharded = asked == "sharded" or (asked == "auto" and memory_bytes is not None and memory_bytes < states)
-        return replace(self, sharded=sharded and problem.n > 1)
+        turns = (self.training.batch_tokens or self._turn_tokens(problem)) // self._turn_tokens(problem)
+        return replace(self, sharded=sharded and problem.n * self.groups > 1, in_turn=turns)
+
+    def _turn_tokens(self, problem: Problem) -> int:
+        """Tokens that all groups compute at one time."""
+        return self.groups * problem.batch * problem.seqlen
 
     @classmethod
     def tensor_parallel(cls, config: Mapping[str, Any]) -> int:
         """The degree that train.tensor_parallel asks for."""
         return read(Training, config["train"], "train").tensor_parallel
+
+    @classmethod
+    def data_parallel(cls, config: Mapping[str, Any]) -> int:
+        """The number of groups that train.data_parallel asks for."""
+        return read(Training, config["train"], "train").data_parallel
+
+    @property
+    def groups(self) -> int:
+        """The number of data-parallel groups."""
+        return self.training.data_parallel
+
+    @property
+    def turns(self) -> int:
+        """How often a rank computes forward and backward in a step."""
+        return self.in_turn
 
     @cached_property
     def share(self) -> Model:
@@ -117,15 +157,15 @@ class Train(Workload):
         return PHASES
 
     def times_executed(self, phase: str) -> Mapping[str, int]:
-        """Each layer's plan once; the forward's again in the backward if a whole layer is recomputed."""
-        again = {"forward": self.model.layers} if self.training.recompute == "full" else {}
-        return {"forward": {"forward": self.model.layers}, "backward": again | {"backward": self.model.layers}}.get(
-            phase, {}
-        )
+        """Each layer's plan once a turn; the forward's again in the backward if a whole layer is recomputed."""
+        times = self.turns * self.model.layers
+        again = {"forward": times} if self.training.recompute == "full" else {}
+        return {"forward": {"forward": times}, "backward": again | {"backward": times}}.get(phase, {})
 
     def sent_otherwise(self, phase: str, problem: Problem) -> Mapping[tuple[str, ...], int]:
         """Bytes each rank sends to sum gradients and the loss, and to gather parameters that are split."""
-        return training.sent_otherwise(phase, self.share, problem, sharded=self.sharded)
+        sent = training.sent_otherwise(phase, self.share, problem, sharded=self.sharded, groups=self.groups)
+        return {key: size * (1 if phase == UPDATE else self.turns) for key, size in sent.items()}
 
     def described(self, problem: Problem) -> TrainingStep:
         """The model, and what is recomputed and split."""
@@ -135,8 +175,12 @@ class Train(Workload):
             model=self.model.name,
             parameters=self.model.parameters(replace(problem, **heads)),
             recompute=self.training.recompute,
+            offload=self.training.offload,
             sharded=self.sharded,
             tensor_parallel=degree,
+            data_parallel=self.groups,
+            turns=self.turns,
+            linears=self.training.linears,
         )
 
     def costs(self, problem: Problem, device: DeviceCosts, crowding: float = 1.0) -> TrainingCosts:
@@ -145,6 +189,7 @@ class Train(Workload):
             model=self.model,
             training=self.training,
             sharded=self.sharded,
+            turns=self.turns,
             problem=problem,
             device=device,
             crowding=crowding,
@@ -157,12 +202,12 @@ class Train(Workload):
     def flops(self, phase: str, problem: Problem) -> float:
         """6 N D, and the attention's as account.model_flops counts them. What is recomputed doesn't count.
 
-        With tensor parallelism, of one GPU of each group.
+        Of one data-parallel group; with tensor parallelism, of one GPU of each of its groups.
         """
         if phase == UPDATE:
             return 0.0
         dense = self.share.dense_flops(problem) * (1 if phase == "forward" else DENSE_BACKWARD)
-        return dense + self.model.layers * account.model_flops(problem, phase)
+        return self.turns * (dense + self.model.layers * account.model_flops(problem, phase))
 
     def gate(self, spec: Spec, context: RankContext) -> GateErrors:
         """Errors of the loss and of every parameter's gradient of a narrow model against one process in fp64."""

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from sp_bench.workload.train import Train
 
 
+HOST = "host"
+"""The kind of memory that is the host's."""
+
+
 @dataclass
 class Watched:
     """The attention of the last layer: the forward before the first backward, and that one. Once both are there they
@@ -165,7 +169,7 @@ class TrainStep:
         self._pending = self._reading(phase)
         if live and self._attention.live:
             self._attention_bytes = max(self._attention_bytes, self._attention.live.peak)
-            live.peak = sum(self.memory().values())
+            live.peak = sum(size for kind, size in self.memory().items() if kind != HOST)
 
     def parts(self, phase: str) -> Mapping[str, float]:
         """Seconds of the last phase by part: the attention's own, and attention, loss, gradient_sync, optimizer."""
@@ -174,7 +178,8 @@ class TrainStep:
     def memory(self) -> Mapping[str, int]:
         """Bytes by kind; activations and the attention's own are those of the execution that was measured."""
         own = {"activations": self._activation_bytes, "attention": self._attention_bytes}
-        return self._trainer.bytes_held() | own
+        offload = self._trainer.offload
+        return self._trainer.bytes_held() | own | ({HOST: offload.copied_bytes} if offload else {})
 
     def finite(self) -> bool:
         """Whether all parameters are finite."""
@@ -204,6 +209,8 @@ class TrainStep:
 
     def _forward(self, *, measured: bool) -> None:
         self._states.forget()
+        if self._trainer.offload:
+            self._trainer.offload.copied_bytes = 0
         kept = _Kept(self._trainer.network, self._states)
         with kept.watch() if measured else nullcontext():
             hidden = self._trainer.hidden(self._batch, self._attention)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from sp_bench.run.devices import clock_of
 from sp_bench.run.sharding import positions
 from sp_bench.workload.losses import IGNORED, cross_entropy, next_tokens, squared_error
 from sp_bench.workload.model import Model
+from sp_bench.workload.offload import Offload
 from sp_bench.workload.states import Replicated, States
 from sp_bench.workload.tasks import noisy, tokens
 from sp_bench.workload.training import Training
@@ -65,6 +67,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.states.parameters, training.learning_rate, BETAS, EPSILON, weight_decay=WEIGHT_DECAY
         )
+        self.offload = Offload(device, self._stays) if training.offload else None
         lengths = getattr(problem.mask, "lengths", None) if problem.mask.name == "document" else None
         self._lengths = lengths
         self._mine = positions(problem.layout, rank, problem.n, problem.seqlen)
@@ -84,14 +87,20 @@ class Trainer:
         return Batch(whole[:, self._mine].to(self.device), labels[:, self._mine].to(self.device), count)
 
     def hidden(self, batch: Batch, attention: Differentiable) -> Tensor:
-        """The hidden states of this rank's tokens: (B, S, M)."""
-        return self.network(
-            batch.inputs,
-            self.positions_S,
-            lambda q, k, v: attend(q, k, v, attention),
-            self.training.recompute,
-            batch.times_B,
-        )
+        """The hidden states of this rank's tokens: (B, S, M). What the backward needs goes to the host, if asked."""
+        with self.offload.hooks() if self.offload else nullcontext():
+            return self.network(
+                batch.inputs,
+                self.positions_S,
+                lambda q, k, v: attend(q, k, v, attention),
+                self.training.recompute,
+                batch.times_B,
+            )
+
+    def _stays(self, x: Tensor) -> bool:
+        """Whether a saved tensor is a parameter, or a view of one."""
+        held = {self.states.local(p).untyped_storage().data_ptr() for p in self.network.parameters()}
+        return x.untyped_storage().data_ptr() in held
 
     def loss(self, hidden_BSM: Tensor, batch: Batch) -> Tensor:
         """This rank's part of the loss: those of all ranks add up to the mean over all tokens."""

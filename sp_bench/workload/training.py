@@ -21,6 +21,8 @@ REDUCE = ("gradients", "reduce_scatter", "sum")
 """The key of what the summation of gradients sends to the ranks that own their shards."""
 NORM = ("norm", "all_reduce", "sum")
 """The key of what the loss and the norm of sharded gradients send."""
+FLOAT8 = "float8"
+"""The value of train.linears, and the name of its figure in device.matmul_tflops."""
 MOMENTS = 2
 """Numbers that AdamW keeps beside each parameter."""
 
@@ -30,24 +32,36 @@ class Training(Section, frozen=True, kw_only=True):
 
     recompute: Literal["none", "attention", "full"]
     """The part of a layer that the backward computes again (transformer.Recompute)."""
+    offload: bool = False
+    """Whether what the layers keep for the backward is in the host's memory until then."""
     parameters: Literal["auto", "replicated", "sharded"]
     """sharded: parameters, gradients and moments are split over all ranks (FSDP). auto: only where they don't fit."""
     tensor_parallel: Count = 1
     """How many GPUs share the tokens of a rank of the attention: each has a part of the heads and of the matrices."""
+    data_parallel: Count = 1
+    """How many groups of ranks train on sequences of their own. Gradients are summed, and sharded parameters split,
+    over the ranks of all groups."""
+    batch_tokens: Tokens | None = None
+    """The tokens of a whole step, over all groups: a rank computes its parts of them one after the other, and adds up
+    their gradients. None: those of one such turn."""
+    linears: Literal["compute", "float8"] = "compute"
+    """The dtype of a layer's matrix products: that of the activations, or float8 with a scale for each tensor."""
     loss_chunk: Tokens
     """The tokens whose logits exist at a time."""
     learning_rate: Positive
     task: Annotated[str, Meta(description="the data of a decoder", examples=["recall", "copy"])]
 
 
-def sent_otherwise(phase: str, share: Model, problem: Problem, *, sharded: bool) -> Mapping[tuple[str, ...], int]:
+def sent_otherwise(
+    phase: str, share: Model, problem: Problem, *, sharded: bool, groups: int = 1
+) -> Mapping[tuple[str, ...], int]:
     """Bytes each rank sends to sum the gradients and the loss, by a ring: 2 (n - 1) / n of them.
 
-    `share` is what a GPU has of the model. Where parameters are split: to gather each layer's, forward and backward,
-    and those outside the layers once, n - 1 times a rank's shard; the same to reduce gradients, once each; and for the
-    norm.
+    `share` is what a GPU has of the model, and n the ranks of all data-parallel `groups`. Where parameters are split:
+    to gather each layer's, forward and backward, and those outside the layers once, n - 1 times a rank's shard; the
+    same to reduce gradients, once each; and for the norm.
     """
-    n, wide = problem.n, DTYPE_BYTES[problem.accumulate_dtype]
+    n, wide = problem.n * groups, DTYPE_BYTES[problem.accumulate_dtype]
     if n == 1:
         return {}
     if not sharded:

@@ -74,6 +74,7 @@ CHOSEN = (
     "method=mesh gpus=32 seqlen=512k cluster=b200 wire_dtype=float32",
     "method=mesh gpus=32 seqlen=512k cluster=b200 kernel=flash_attn_4",
     "method=zigzag gpus=8 seqlen=64k cluster=h800 kv_heads=8 kernel=flash_attn",
+    "method=zigzag gpus=8 seqlen=64k cluster=h100_ndr400_500w kv_heads=8 implementation=torch_context_parallel",
     "method=usp gpus=8 seqlen=64k cluster=a800 head_dim=64",
     "method=usp gpus=8 seqlen=32k cluster=rtx4090_pcie head_dim=64 phase=forward",
     "method=ring gpus=16 seqlen=64k cluster=tpuv4 head_dim=64",

@@ -104,8 +104,12 @@ def test_what_does_not_fit_is_refused_with_what_is_missing() -> None:
         step("method=ring", "gpus=8", "seqlen=8M")
     with pytest.raises(RequestError, match="optimizer 64.2.*train.parameters=sharded on more GPUs would work"):
         step("method=ring", "gpus=8", "seqlen=8k", "train.parameters=replicated")
-    with pytest.raises(RequestError, match="In GB: activations .*; a shorter seqlen, or more GPUs, would work"):
-        step("method=ring", "gpus=8", "seqlen=16M", "train.recompute=full")
+    full = ("method=ring", "gpus=8", "seqlen=16M", "train.recompute=full")
+    works = "In GB: activations .*; a shorter seqlen, more GPUs, or train.offload=true would work"
+    with pytest.raises(RequestError, match=works):
+        step(*full)
+    with pytest.raises(RequestError, match="In GB: .*; a shorter seqlen, or more GPUs, would work"):
+        step(*full, "train.offload=true")
 
 
 def test_a_measured_step_that_does_not_fit_is_refused_before_a_rank_starts() -> None:
@@ -235,6 +239,92 @@ def test_what_cannot_be_split_is_refused(overrides: tuple[str, ...], message: st
 def test_tensor_parallelism_is_not_measured() -> None:
     with pytest.raises(RequestError, match="train.tensor_parallel=2: is simulated only"):
         point("gpus=2", "method=ring", "train.tensor_parallel=2", "dtype=float32", "mode=measure", "cluster=local")
+
+
+def test_data_parallel_groups_sum_gradients_over_all_ranks() -> None:
+    """The attention is that of a group of its own; parameters are split over both groups."""
+    alone, record = split("gpus=8", "train.parameters=sharded"), split("gpus=16", *SHARDED)
+    assert (record.gpus, record.nodes, record.data_parallel, record.turns) == (16, 2, 2, 1)
+    assert record.attention_ms == pytest.approx(alone.attention_ms, rel=0.02)
+    assert record.parameters_bytes == pytest.approx(alone.parameters_bytes / 2, rel=1e-3)
+    assert record.tokens_per_s == pytest.approx(2 * 2**16 / (record.step_ms_median / 1e3))
+    assert record.comm_bytes_per_gpu == record.comm_bytes_expected > alone.comm_bytes_per_gpu
+    assert record.mfu == pytest.approx(alone.mfu * alone.step_ms_median / record.step_ms_median, rel=1e-6)
+    assert record.comm_bytes_by_link["nic"] > 0 and not alone.comm_bytes_by_link.get("nic")
+    # Replicated: the all-reduce of all gradients is over the ranks of both groups.
+    whole = split("gpus=16", "train.data_parallel=2", "train.parameters=replicated")
+    sent = 2 * 15 / 16 * 4 * whole.parameters
+    assert whole.gradient_sync_ms >= 1e3 * sent / 8 / 4.7e10
+    assert whole.comm_bytes_per_gpu - sent == pytest.approx(
+        split("gpus=8", "train.parameters=replicated").comm_bytes_per_gpu - sent * 16 / 15 * 7 / 8
+    )
+
+
+SHARDED = ("train.parameters=sharded", "train.data_parallel=2")
+
+
+def test_a_collective_over_all_groups_takes_the_slowest_links() -> None:
+    """Gathers of a node's own group cross no NIC; those of two groups on two nodes do, an eighth of the ring a NIC."""
+    long = ("seqlen=8k", *SHARDED)
+    fast, slow = split("gpus=16", *long), split("gpus=16", *long, "cluster.inter.bytes_per_s=1e9")
+    shard = slow.parameters_bytes / 4
+    sent = 15 * shard * (2 + 4 + 2)  # gathered twice in bf16, reduced once in fp32
+    assert slow.gradient_sync_ms > 0.9 * 1e3 * (sent / 8 / 1e9 - slow.attention_ms / 1e3 - slow.dense_ms / 1e3)
+    assert slow.step_ms_median > 2 * fast.step_ms_median
+    assert slow.bound_by == "nic" and slow.bound_ms <= slow.step_ms_median
+
+
+def test_a_step_of_several_turns_is_one_turn_so_many_times() -> None:
+    one, four = (split("gpus=16", *SHARDED, *more) for more in ((), ("train.batch_tokens=512k",)))
+    assert four.turns == 4
+    assert four.forward_ms_median == pytest.approx(4 * one.forward_ms_median)
+    assert four.backward_ms_median == pytest.approx(4 * one.backward_ms_median)
+    assert four.update_ms_median == pytest.approx(one.update_ms_median)
+    assert four.tokens_per_s > one.tokens_per_s and four.mfu > one.mfu
+    assert four.peak_mem_bytes_max == one.peak_mem_bytes_max
+    assert four.bound_ms <= four.step_ms_median
+    parts = (four.attention_ms, four.dense_ms, four.loss_ms, four.gradient_sync_ms, four.optimizer_ms)
+    assert four.step_ms_median == pytest.approx(sum(parts))
+
+
+def test_float8_products_are_twice_as_fast_less_their_casts() -> None:
+    """At the rate of float8; each operand is read twice and written once on top, by two kernels."""
+    wide, narrow = split("gpus=8"), split("gpus=8", "train.linears=float8")
+    assert narrow.attention_ms == pytest.approx(wide.attention_ms) and narrow.loss_ms == pytest.approx(wide.loss_ms)
+    tokens, matrices = 2**16 / 8, [(2048, 2048)] * 4 + [(2048, 5504)] * 2 + [(5504, 2048)]
+    flops = 4 * 2 * tokens * sum(a * b for a, b in matrices)  # forward, recomputed, backward
+    cast = sum(3 * (tokens + b) * a + tokens * b for a, b in matrices) * 5
+    launched = 2 * (2 + 2 + 3) * len(matrices) * 5e-6
+    saved_s = 22 * (flops * (1 / 794.5e12 - 1 / 1589e12) - cast / 2.98e12 - launched)
+    assert wide.dense_ms - narrow.dense_ms == pytest.approx(1e3 * saved_s, rel=1e-6)
+    with pytest.raises(RequestError, match=r"dtype=float8: there are no figures of matrix products .*A100"):
+        split("gpus=8", "cluster=a100_hdr200", "train.linears=float8")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("gpus=8", "train.data_parallel=3"), "data_parallel=3: must divide gpus=8; 1, 2, 4, 8 would work"),
+        (
+            ("gpus=8", "train.tensor_parallel=2", "train.data_parallel=8"),
+            "data_parallel=8: must divide gpus=8 / train.tensor_parallel=2; 1, 2, 4 would work",
+        ),
+        (
+            ("gpus=8", "train.data_parallel=2", "train.batch_tokens=100k"),
+            "batch_tokens=102400: must be a multiple of 131072",
+        ),
+        (("gpus=24", "train.data_parallel=2"), "has groups of 12 GPUs, and nodes of h100_ndr400 have 8"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        split(*overrides)
+
+
+@pytest.mark.parametrize("key", ["data_parallel=2", "batch_tokens=64", "linears=float8"])
+def test_what_is_simulated_only_is_not_measured(key: str) -> None:
+    with pytest.raises(RequestError, match=f"train.{key}: is simulated only"):
+        point("gpus=2", "method=ring", f"train.{key}", "dtype=float32", "mode=measure", "cluster=local")
 
 
 def test_ranks_that_share_cores_take_longer_and_wait_for_collectives() -> None:

@@ -23,7 +23,9 @@ TRAINING = (*POINT, "model=tiny", "head_dim=128")
 OTHERWISE: dict[str, str] = {
     "gpus": "4", "seqlen": "2k", "batch": "2", "heads": "8", "kv_heads": "2", "head_dim": "64", "mask": "full",
     "causal": "false", "dtype": "float16", "wire_dtype": "float32", "phase": "forward", "train.recompute": "none",
-    "train.parameters": "sharded", "train.tensor_parallel": "2", "train.loss_chunk": "64",
+    "train.offload": "true",
+    "train.parameters": "sharded", "train.tensor_parallel": "2", "train.data_parallel": "2",
+    "train.batch_tokens": "8k", "train.linears": "float8", "train.loss_chunk": "64",
     "train.learning_rate": "0.5", "train.task": "copy", "alone": "[1]", "device": "cpu", "nccl": "{P2P_DISABLE: 1}",
     "transport": "symmetric_memory", "registered_buffers": "true", "cta_policy": "efficiency", "cuda_graph": "true",
     "stragglers.ranks": "{1: 2}", "stragglers.links": "{port: {0: 0.5}}", "stragglers.jitter": "0.2", "iters": "3",

@@ -115,9 +115,14 @@ def prime_rl(runs: Runs) -> Section:
 
 
 def upipe_step(row: Row) -> Point:
-    """The simulated step of UPipe's setting, with whole layers recomputed and parameters split."""
+    """The simulated step of UPipe's setting: layers recomputed from inputs on the host, parameters split."""
     shared = {"cluster": "h100_ndr400", "mode": "simulate", "model": row["model"], "train__parameters": "sharded"}
-    shared |= {"train__recompute": "full", "gpus": int(row["gpus"]), "seqlen": int(row["seqlen"])}
+    shared |= {
+        "train__recompute": "full",
+        "train__offload": True,
+        "gpus": int(row["gpus"]),
+        "seqlen": int(row["seqlen"]),
+    }
     return point(method=row["method"], **shared)
 
 
