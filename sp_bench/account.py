@@ -17,7 +17,7 @@ import numpy as np
 from sp_bench.cluster import Cluster
 from sp_bench.lower import NCCL, Lowering, TensorSpec, TransportKind, lower
 from sp_bench.plan.block_classes import block_classes
-from sp_bench.plan.casts import seen_by
+from sp_bench.plan.casts import rows_read
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import demand, untouched_partials
 from sp_bench.plan.documents import PackBlocks
@@ -282,7 +282,10 @@ def _buffers(plan: Plan, problem: Problem, transport: TransportKind) -> Counter[
 
 
 def _moving_bytes(plan: Plan, problem: Problem) -> int:
-    """The most bytes that inputs, partials, block results and outputs take at one time."""
+    """The most bytes that inputs, partials, block results and outputs take at one time, on any rank.
+
+    Ranks differ where rows of keys are cast: in how many rows they have, and in which operation they have most.
+    """
     flow, lowering = dataflow(plan), lower(plan, problem)
     unsummed = lowering.unsummed
     received = {chunk for index in lowering.receive_buffers for chunk in plan.ops[index].writes}
@@ -305,7 +308,8 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
         standing += sum(result_bytes(chunk) for chunk in plan.inputs if chunk not in lowering.views)
     neutral = {chunk.tensor: chunk not in unsummed for chunk in untouched_partials(plan, problem)}
     standing += sum(held_bytes(tensor, summed) for tensor, summed in neutral.items())
-    change = np.zeros(len(plan.ops) + 2, np.int64)
+    owners = _first_ranks(plan, problem)
+    change = np.zeros((len(plan.ops) + 2, owners.size), np.int64)
     released, of_rows = _released(plan, lowering), _bytes_of_rows(plan, problem, unsummed)
     for value in flow.first_use:
         if value.chunk not in elsewhere:
@@ -319,13 +323,14 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
             continue
         change[flow.first_use[value]] += size
         change[released.get(last, last) + 1] -= size
-    alive = np.cumsum(change)[: len(plan.ops)]
-    result = np.zeros(len(plan.ops), np.int64)
+    alive = np.cumsum(change, axis=0)[: len(plan.ops)]
+    result = np.zeros_like(alive)
     for index, op in plan:
         if isinstance(op, Block):
             result[index] = sum(map(result_bytes, _fresh(op, index, flow, problem, lowering)))
         if isinstance(op, Gathered):
             result[index] += _ordered_bytes(op, problem)
+            result[index] -= sum(of_rows[chunk] for chunk in op.writes if chunk in of_rows)  # not yet
         elif isinstance(op, Fused):
             result[index] += _joined_bytes(op, index, problem, lowering)
     copied = [c for c in plan.outputs if c not in lowering.views and (sliced or c.tensor.is_partial)]
@@ -335,7 +340,13 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     if sliced:
         # Slices are concatenated field by field, and live until that is done.
         outputs += max((problem.slices_of(c.tensor) * result_bytes(c) for c in cast if c in copied), default=0)
-    return int(standing + max((alive + result).max(), alive[-1] + outputs))
+    return int(standing + max((alive + result).max(), alive[-1].max() + outputs))
+
+
+def _first_ranks(plan: Plan, problem: Problem) -> np.ndarray:
+    """The ranks that may differ in what they hold: the first of each chunk if rows are cast, else one for all."""
+    several = any(isinstance(op, Gathered) for op in plan.ops)
+    return np.arange(0, problem.n if several else 1, problem.layout.head_parallel)
 
 
 def _released(plan: Plan, lowering: Lowering) -> dict[int, int]:
@@ -357,9 +368,10 @@ def _released(plan: Plan, lowering: Lowering) -> dict[int, int]:
     return released | {index: end for lane in pending.values() for index in lane}
 
 
-def _bytes_of_rows(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> dict[Chunk, int]:
-    """Bytes of the partials of rows that GroupCasts brought: all of a Gathered block's together, for the first."""
-    found: dict[Chunk, int] = {}
+def _bytes_of_rows(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> dict[Chunk, np.ndarray]:
+    """Bytes of the partials of rows that GroupCasts brought, on each of the first ranks: all of a Gathered block's
+    together, for the first."""
+    found: dict[Chunk, np.ndarray] = {}
     for op in plan.ops:
         if not isinstance(op, Gathered):
             continue
@@ -367,7 +379,7 @@ def _bytes_of_rows(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> 
         for chunk in partials:
             summed, first = chunk not in unsummed, chunk == partials[0]
             each = sum(problem.token_bytes(field, wire=False, summed=summed) for field in chunk.tensor.fields)
-            found[chunk] = _most_rows(op, problem) * each if first else 0
+            found[chunk] = _rows(op, problem) * each * first
     return found
 
 
@@ -376,18 +388,22 @@ def _of_others(op: Op) -> bool:
     return isinstance(op, Gathered) and op.keys[0].index > 0
 
 
-def _most_rows(op: Gathered, problem: Problem) -> int:
-    """How many key rows a Gathered block reads on the rank where it reads most."""
-    return max(seen_by(op, problem, rank)[1] for rank in range(0, problem.n, problem.layout.head_parallel))
+def _rows(op: Gathered, problem: Problem) -> np.ndarray:
+    """How many key rows a Gathered block reads, on the first rank of each chunk: (chunks,)."""
+    return rows_read(op, problem, np.arange(0, problem.n, problem.layout.head_parallel))
 
 
-def _ordered_bytes(op: Gathered, problem: Problem) -> int:
-    """Bytes of the keys in order of position, and backward of their gradients: all but the rank's own are copied."""
+def _ordered_bytes(op: Gathered, problem: Problem) -> np.ndarray | int:
+    """Bytes of the keys in order of position on the first rank of each chunk, but of its own, which are not copied.
+
+    Backward also of the sums of their gradients, and of a kernel's, which are added to these.
+    """
     if not _of_others(op):
         return 0
-    tensors = {op.keys[0].tensor, *(chunk.tensor for chunk in op.writes if chunk.tensor.of_keys)}
+    kv, gradients = op.keys[0].tensor, {chunk.tensor for chunk in op.writes if chunk.tensor.of_keys}
+    tensors = [kv, *gradients] + [kv] * len(gradients)
     each = sum(problem.token_bytes(field, wire=False) for tensor in tensors for field in tensor.fields)
-    return _most_rows(op, problem) * each
+    return _rows(op, problem) * each
 
 
 def _fresh(op: Block, index: int, flow: Dataflow, problem: Problem, lowering: Lowering) -> list[Chunk]:

@@ -9,6 +9,7 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -51,23 +52,7 @@ class File(Data, frozen=True, kw_only=True, tag="file"):
     path: str
 
     def lengths_in(self, seqlen: int, seed: int) -> list[int]:
-        try:
-            lines = Path(self.path).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"data.path={self.path}", f"can't be read: {error}", "a text file would work") from None
-        return [
-            self._length(word, number)
-            for number, line in enumerate(lines, start=1)
-            for word in re.split(r"[\s,]+", line)
-            if word
-        ]
-
-    def _length(self, word: str, line: int) -> int:
-        try:
-            return int(word) if word.isdecimal() and int(word) else read(Tokens, word, "length")
-        except RequestError:
-            rule = "is no length; they are whole numbers of at least 1, apart by spaces, commas or new lines"
-            raise RequestError(f"{self.path}, line {line}: {word}", rule, "1000 or 8k would work") from None
+        return _lengths_in(self.path)
 
 
 class Equal(Data, frozen=True, kw_only=True, tag="equal"):
@@ -129,12 +114,31 @@ class Histogram(Drawn, frozen=True, kw_only=True, tag="histogram"):
         return source.integers(np.append(0, ends)[which], ends[which]) + 1
 
 
-Kind = Lengths | File | Equal | Lognormal | Histogram | Data
+class Sample(Drawn, frozen=True, kw_only=True, tag="sample"):
+    """Lengths drawn from those in a text file, each as likely: a data set, of any number of documents."""
+
+    path: str
+
+    def __post_init__(self) -> None:
+        """Raises RequestError for a file that can't be read, or is empty."""
+        if not _lengths_in(self.path):
+            raise RequestError(f"data.path={self.path}", "has no lengths", "a file of lengths would work")
+
+    def draw(self, source: np.random.Generator) -> np.ndarray:
+        return source.choice(np.array(_lengths_in(self.path)), 1024)
+
+
+Kind = Lengths | File | Equal | Lognormal | Histogram | Sample | Data
+
+
+def data_of(data: Mapping[str, Any]) -> Data:
+    """The section `data` of a config. Raises RequestError for values that make no sense."""
+    return cast(Data, read(Kind, data, "data"))
 
 
 def lengths_of(data: Mapping[str, Any], seqlen: int, seed: int) -> tuple[int, ...]:
     """The tokens of each document of a section `data`. Raises RequestError for values that make no sense."""
-    found = cast(Data, read(Kind, data, "data")).lengths_in(seqlen, seed)
+    found = data_of(data).lengths_in(seqlen, seed)
     if len(found) > MOST_DOCUMENTS:
         raise RequestError(
             f"data of {len(found):,} documents", f"at most {MOST_DOCUMENTS:,} are packed", "longer ones would work"
@@ -151,6 +155,29 @@ def documents(
     Raises RequestError for a length below 1.
     """
     return Documents(tuple(lengths), causal, *window)
+
+
+def _lengths_in(path: str) -> list[int]:
+    """The lengths in a text file. Raises RequestError where it can't be read, or a word is no length."""
+    try:
+        return _lengths_of_file(path, Path(path).stat().st_mtime_ns)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"data.path={path}", f"can't be read: {error}", "a text file would work") from None
+
+
+@lru_cache(maxsize=4)  # a data set is large, and many packs are drawn from it
+def _lengths_of_file(path: str, changed_ns: int) -> list[int]:
+    lines = Path(path).read_text().splitlines()
+    words = [(word, number) for number, line in enumerate(lines, start=1) for word in re.split(r"[\s,]+", line) if word]
+    return [_length(word, f"{path}, line {number}") for word, number in words]
+
+
+def _length(word: str, where: str) -> int:
+    try:
+        return int(word) if word.isdecimal() and int(word) else read(Tokens, word, "length")
+    except RequestError:
+        rule = "is no length; they are whole numbers of at least 1, apart by spaces, commas or new lines"
+        raise RequestError(f"{where}: {word}", rule, "1000 or 8k would work") from None
 
 
 def _cut(length: int, most: int) -> Iterator[int]:

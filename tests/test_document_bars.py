@@ -8,7 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sp_bench.validate.documents import AMONG, DRAWS, Simulated, bars, draws, pairs, simulated
+from sp_bench.point.backing import BETWEEN_NODES, PACKS, Kind, known
+from sp_bench.point.simulated import simulate_point
+from sp_bench.validate.documents import AMONG, DRAWS, Simulated, backing, bars, draws, pairs, simulated
+from tests.support.points import point
 
 SEEN = pd.read_csv(Path(__file__).parents[1] / "docs" / "results" / "published_documents.csv")
 
@@ -20,6 +23,34 @@ def test_errors_and_order_are_within_what_is_promised() -> None:
     assert alike / count > 0.85 and count > 200 and len(wrong) == count - alike
     low, mean, high = (SEEN[name].to_numpy() for name in ("low", "tflops_simulated", "high"))
     assert np.all(low <= mean) and np.all(mean <= high)
+
+
+def test_packs_are_backed_by_these_bars_alone() -> None:
+    """Each bar backs one kind of points, by its error without the bars of as many GPUs."""
+    rows = backing(SEEN)
+    assert rows == [row for kind, row in known().items() if kind.mask == PACKS]
+    assert sum(row.points for row in rows) == len(SEEN)
+    both = "KV passed on and all-to-alls"
+    nodes = SEEN[(SEEN["transfers"] == both) & (SEEN["gpus"] > 8)]
+    assert {*nodes["method"]} == {"usp", "loongtrain"}
+    (row,) = (row for row in rows if row.kind[2:] == (both, BETWEEN_NODES))
+    assert row.two_of_three == pytest.approx(np.quantile(np.abs(np.asarray(nodes["error_left_out"])), 2 / 3), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "transfers"),
+    [
+        ("method=group_cast method.ulysses=8 method.stages=1 implementation=ours", "all-to-alls and rows cast"),
+        ("method=usp method.ulysses=8 implementation=published", "KV passed on and all-to-alls"),
+        ("method=ulysses implementation=published", "all-to-alls"),
+    ],
+)
+def test_a_step_of_a_pack_has_the_interval_of_its_kind(overrides: str, transfers: str) -> None:
+    setting = "mask=document data=magi_attention gpus=16 seqlen=128k heads=64 kv_heads=8 cluster=h100_ndr400"
+    record, _ = simulate_point(point(*setting.split(), *overrides.split(), "mode=simulate"))
+    row = known()[Kind("attention", PACKS, transfers, BETWEEN_NODES)]
+    assert record.validation_error == pytest.approx(row.two_of_three, abs=0.031)
+    assert record.step_ms_validated_low and record.step_ms_validated_low < (record.step_ms_median or 0)
 
 
 def test_group_cast_beats_usp_as_measured() -> None:

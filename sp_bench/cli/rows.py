@@ -134,6 +134,7 @@ ROWS = (
         "documents", lambda r: f"{r.documents:,}, the longest of {r.longest_document:,} tokens" if r.documents else "-"
     ),
     Row("work of the busiest rank", lambda r: _imbalance(r) if r.documents or r.window else "-"),
+    Row("planning of a new pack, here", lambda r: milliseconds(r.planning_ms)),
     Row(
         "mode",
         lambda r: {"measure": "measured", "alone": "measured, ranks alone", "simulate": "SIMULATED"}[r.mode],

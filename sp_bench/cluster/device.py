@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Self
 
@@ -17,8 +17,9 @@ from sp_bench.cluster.kernel_table import KernelTable, Rates
 from sp_bench.cluster.variable import FLOPS_PER_PAIR, Kernel, blocks_s, joined_s
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.documents import PackBlocks
+from sp_bench.plan.intervals import Sizes
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
-from sp_bench.plan.regions import Region, RegionKind, stacks
+from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.plan.tensors import Kind, Tensor
 from sp_bench.reading import Count, NotNegative, Positive, Section, figure, read
 
@@ -220,17 +221,21 @@ class DeviceCosts:
         """Seconds of kernel calls, one for each region."""
         return sum(self._region_s(problem, phase, region) for region in regions)
 
-    def pieces_s(self, problem: Problem, phase: str, regions: Iterable[Region]) -> float:
+    def pieces_s(self, problem: Problem, phase: str, works: Sequence[Sizes]) -> np.ndarray:
         """Seconds of regions that kernels for variable lengths take together, a call for each kind of them
-        (cluster.variable)."""
-        kernel, total_s = self._kernel(problem, phase), 0.0
-        for call in stacks(regions, lambda region: region.kind, shared=True):
-            mask = "full" if call[0].kind is RegionKind.FULL else "causal"
-            q_tokens, kv_tokens, pairs = np.array([(len(each.q), len(each.kv), each.pairs) for each in call], float).T
-            outer = q_tokens if phase == "forward" else kv_tokens
-            alone_s = kernel.pieces_s(mask, q_tokens, kv_tokens, pairs, outer.sum()).sum()
+        (cluster.variable): (works,)."""
+        kernel, number = self._kernel(problem, phase), np.repeat(np.arange(len(works)), [x.pairs.size for x in works])
+        kind, q_tokens, kv_tokens, pairs = (np.concatenate(each) for each in zip(*works, strict=True))
+        outer, total_s = q_tokens if phase == "forward" else kv_tokens, np.zeros(len(works))
+        for call in range(3):
+            here, mask = kind == call, "causal" if call else "full"
+            there, of = np.unique(number[here], return_inverse=True)
+            whole, longest = np.bincount(of, outer[here]), np.zeros(there.size)
+            np.maximum.at(longest, of, outer[here])
+            each_s = kernel.pieces_s(mask, q_tokens[here], kv_tokens[here], pairs[here], whole[of])
+            alone_s = np.bincount(of, each_s)
             several_s = alone_s / kernel.factor(mask)
-            total_s += self.launch_s + float(kernel.call_s(alone_s, several_s, len(call), outer.sum(), outer.max()))
+            total_s[there] += self.launch_s + kernel.call_s(alone_s, several_s, np.bincount(of), whole, longest)
         return total_s
 
     def joined_s(self, problem: Problem, phase: str, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -21,7 +21,6 @@ from sp_bench.lower.staging import (
     unsummed_partials,
 )
 from sp_bench.lower.transports import NCCL, TransportKind
-from sp_bench.plan.casts import received
 from sp_bench.plan.ops import AllToAll, Chunk, Plan, RowCollective
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import ReceiveBuffer, Schedule, Waits, schedule
@@ -119,5 +118,5 @@ def _rows_received(plan: Plan, problem: Problem, order: Schedule) -> dict[Receiv
     for index, op in plan:
         if isinstance(op, RowCollective):
             buffer = order.receive_buffers[index]
-            found[buffer] = max(found.get(buffer, ()), rows_specs(problem, op, received))
+            found[buffer] = max(found.get(buffer, ()), rows_specs(problem, op, sent=False))
     return found

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from sp_bench.lower.transports import TransportKind
 from sp_bench.plan import casts
@@ -103,7 +103,7 @@ def staging_buffers(
                 found[StagingUse(op.lane, op.tensor, "recv")] = of_all
         elif isinstance(op, RowCollective):
             use = StagingUse(op.lane, op.tensor, "send")
-            found[use] = max(found.get(use, ()), rows_specs(problem, op, casts.sent))
+            found[use] = max(found.get(use, ()), rows_specs(problem, op, sent=True))
         elif isinstance(op, Pass):
             if op.against or needs_cast(op.tensor, op.send not in unsummed):
                 found[StagingUse(op.lane, op.tensor, "pass")] = sent_as(op.tensor)
@@ -117,11 +117,9 @@ def chunk_specs(problem: Problem, tensor: Tensor, *, wire: bool) -> tuple[Tensor
     return tuple(TensorSpec(problem.field_shape(f), problem.field_dtype(f, wire=wire)) for f in tensor.fields)
 
 
-def rows_specs(
-    problem: Problem, op: RowCollective, count: Callable[[RowCollective, Problem, int], Any]
-) -> tuple[TensorSpec, ...]:
-    """Shape and dtype of each field of the rows that the rank with most of them has, by a count of plan.casts."""
-    rows = max(int(count(op, problem, rank)) for rank in range(problem.n))
+def rows_specs(problem: Problem, op: RowCollective, *, sent: bool) -> tuple[TensorSpec, ...]:
+    """Shape and dtype of each field of the rows of the rank that sends, or receives, most of them."""
+    rows = casts.most_rows(op, problem, sent=sent)
     return tuple(TensorSpec(problem.field_shape(f, rows), problem.field_dtype(f, wire=True)) for f in op.tensor.fields)
 
 

@@ -16,12 +16,13 @@ import numpy as np
 
 from sp_bench.errors import RequestError
 from sp_bench.plan.documents import Documents, Packed
-from sp_bench.plan.intervals import regions_between
+from sp_bench.plan.groups import Group
+from sp_bench.plan.intervals import Runs, Sizes, regions_between, regions_of_runs, runs_of, sizes_of
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.ops import Chunk, Gathered, GroupCast, GroupReduce, RowCollective
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import Regions, by_keys
+from sp_bench.plan.regions import Regions, by_keys, rows_in
 
 
 class Segments(NamedTuple):
@@ -47,6 +48,17 @@ class Keys(NamedTuple):
     """The regions that the rank's queries see, with keys by their place in the order."""
 
 
+class Work(NamedTuple):
+    """The work of a Gathered block on one rank."""
+
+    sizes: Sizes
+    """Sizes of the regions that its kernels take."""
+    q_rows: int
+    """How many queries see a key."""
+    kv_rows: int
+    """How many keys a query sees."""
+
+
 @dataclass(frozen=True, eq=False)
 class Casts:
     """The rows that chunks need of each other, under one mask and layout."""
@@ -55,7 +67,7 @@ class Casts:
     """The mask; one document, if it is of a whole sequence."""
     layout: Layout
     chunks: int
-    _found: dict[tuple[int, tuple[int, ...]], tuple[Regions, int]] = field(default_factory=dict, init=False, repr=False)
+    _works: dict[tuple[int, tuple[int, ...]], tuple[Work, Work]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def counts(self) -> np.ndarray:
@@ -74,21 +86,32 @@ class Casts:
 
     def keys(self, queries: int, members: Sequence[int]) -> Keys:
         """The rows that queries of a chunk see of several key chunks, as they lie behind each other."""
-        here = [self._segments_of(queries, member) for member in members]
-        all_of, there = np.concatenate(here), self._segments
-        positions = _runs(there.start[all_of], there.tokens[all_of])
-        order = np.argsort(positions, kind="stable")
-        first, stop = self.pack.sees(self._positions(queries))
-        positions = positions[order]
-        regions = regions_between(np.searchsorted(positions, first), np.searchsorted(positions, stop))
-        return Keys(order, tuple(int(there.tokens[each].sum()) for each in here), regions)
+        if not self.counts[queries, [*members]].any():  # as of most members where documents are short
+            return Keys(np.zeros(0, np.int64), (0,) * len(members), ())
+        here, there = [self._segments_of(queries, member) for member in members], self._segments
+        all_of = np.concatenate(here)
+        tokens = there.tokens[all_of]
+        lie = np.cumsum(tokens) - tokens
+        by_position = np.argsort(all_of)  # segments are numbered by position
+        start, tokens, lie = there.start[all_of[by_position]], tokens[by_position], lie[by_position]
+        counts = tuple(int(there.tokens[each].sum()) for each in here)
+        return Keys(_runs(lie, tokens), counts, self._regions(queries, start, tokens))
 
-    def seen(self, queries: int, members: tuple[int, ...]) -> tuple[Regions, int]:
-        """The regions of `keys` and how many rows there are, found once."""
-        if (queries, members) not in self._found:
-            keys = self.keys(queries, members)
-            self._found[queries, members] = keys.regions, keys.order.size
-        return self._found[queries, members]
+    def _regions(self, queries: int, start: np.ndarray, tokens: np.ndarray) -> Regions:
+        """The regions that a chunk's queries see of runs of keys, which lie behind each other in this order."""
+        keys, runs = Runs(start, start + tokens), runs_of(self.layout.ranges(queries, self.chunks, self.pack.seqlen))
+        if runs:
+            return regions_of_runs(self.pack, runs, keys)
+        first, stop = self.pack.sees(self._positions(queries))
+        return regions_between(keys.below(first), keys.below(stop)) if start.size else ()
+
+    def work(self, queries: int, members: tuple[int, ...], *, forward: bool) -> Work:
+        """The work of the regions of `keys`, backward of those cut along keys. It is found once."""
+        if (queries, members) not in self._works:
+            regions = self.keys(queries, members).regions
+            rows = rows_in(region.q for region in regions), rows_in(region.kv for region in regions)
+            self._works[queries, members] = Work(sizes_of(regions), *rows), Work(sizes_of(by_keys(regions)), *rows)
+        return self._works[queries, members][not forward]
 
     def _positions(self, chunk: int) -> np.ndarray:
         runs = self.layout.ranges(chunk, self.chunks, self.pack.seqlen)
@@ -199,21 +222,42 @@ def rows_owned(op: RowCollective, problem: Problem, rank):
     return sum(rows_from(op, problem, op.group.member(rank, -u), u) for u in op.members)
 
 
+def most_rows(op: RowCollective, problem: Problem, *, sent: bool) -> int:
+    """How many rows the rank with most of them sends, or receives."""
+    held = sent == isinstance(op, GroupReduce)
+    return _most_rows(casts(problem), op.group, op.members, problem.n, problem.layout.head_parallel, held)
+
+
+@lru_cache(maxsize=1024)  # casts and reductions of both phases have the same
+def _most_rows(found: Casts, group: Group, members: tuple[int, ...], n: int, degree: int, held: bool) -> int:
+    ranks = np.arange(n)
+    # Rows that a rank holds are those of each member; those that it owns, each member's whose #u it is.
+    pairs = [(ranks, group.member(ranks, u)) if held else (group.member(ranks, -u), ranks) for u in members]
+    return int(sum(found.counts[queries // degree, keys // degree] for queries, keys in pairs).max())
+
+
 def keys_of(op: Gathered, problem: Problem, rank: int) -> Keys:
     """The key rows of a Gathered block on one rank, and its regions as its kernels take them."""
     keys = _keys(casts(problem), *_chunks(op, problem, rank))
     return keys if op.forward else keys._replace(regions=tuple(by_keys(keys.regions)))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _keys(found: Casts, queries: int, members: tuple[int, ...]) -> Keys:
     return found.keys(queries, members)  # forward and backward have the same
 
 
-def seen_by(op: Gathered, problem: Problem, rank: int) -> tuple[Regions, int]:
-    """The regions of a Gathered block on one rank (keys_of), and how many key rows it reads."""
-    regions, rows = casts(problem).seen(*_chunks(op, problem, rank))
-    return regions if op.forward else tuple(by_keys(regions)), rows
+def works_of(op: Gathered, problem: Problem) -> list[Work]:
+    """The work of a Gathered block on each chunk's first rank: the ranks that split its heads have the same."""
+    found, ranks = casts(problem), range(0, problem.n, problem.layout.head_parallel)
+    return [found.work(*_chunks(op, problem, rank), forward=op.forward) for rank in ranks]
+
+
+def rows_read(op: Gathered, problem: Problem, ranks: np.ndarray) -> np.ndarray:
+    """How many key rows a Gathered block reads on each of the ranks: (ranks,)."""
+    degree, counts = problem.layout.head_parallel, casts(problem).counts
+    queries = op.queries[0].owner(ranks) // degree
+    return sum((counts[queries, chunk.owner(ranks) // degree] for chunk in op.keys), np.zeros(ranks.size, np.int64))
 
 
 def _chunks(op: Gathered, problem: Problem, rank: int) -> tuple[int, tuple[int, ...]]:

@@ -211,32 +211,53 @@ def _least_first(blocks: list[range], work: np.ndarray, chunks: int) -> tuple[li
 
 
 def _hybrid(deal: Deal, chunks: int) -> list[list[range]]:
+    mask = deal.mask
     if deal.block_tokens:
-        return _in_sub_groups(deal.mask, chunks, deal.block_tokens)[0]
-    best, least, tokens = [list[range]()], np.inf, -(-2 * deal.mask.seqlen // chunks)
+        return _in_sub_groups(mask, chunks, _sub_groups(mask, chunks, deal.block_tokens)[0])
+    best, least, tokens = list[tuple[int, int]](), np.inf, -(-2 * mask.seqlen // chunks)
     while tokens and least > EVEN_ENOUGH:  # larger sub-groups are more even, and send more
-        dealt, imbalance = _in_sub_groups(deal.mask, chunks, tokens)
+        found, imbalance = _sub_groups(mask, chunks, tokens)
         if imbalance < least:
-            best, least = dealt, imbalance
-        tokens = tokens // 2 if tokens > deal.mask.seqlen // (MOST_CUTS * chunks) else 0
-    return best
+            best, least = found, imbalance
+        tokens = tokens // 2 if tokens > mask.seqlen // (MOST_CUTS * chunks) else 0
+    return _in_sub_groups(mask, chunks, best)
 
 
-def _in_sub_groups(mask: Pack, chunks: int, tokens: int) -> tuple[list[list[range]], float]:
-    """The pieces of each chunk, of documents in sub-groups with so many tokens a chunk, and the imbalance."""
-    dealt, load = [list[range]() for _ in range(chunks)], np.zeros(chunks)
-    documents, work, most = _documents(mask), mask.work_of_documents, chunks.bit_length() - 1
+def _sub_groups(mask: Pack, chunks: int, tokens: int) -> tuple[list[tuple[int, int]], float]:
+    """(first chunk, chunks) of each document's sub-group, with so many tokens a chunk, and the imbalance."""
+    load, most = np.zeros(chunks), chunks.bit_length() - 1
+    work = mask.work_of_documents
     sizes = np.array([1 << min((-(-length // tokens) - 1).bit_length(), most) for length in mask.lengths])
-    for index in np.lexsort((-work, -sizes)):
-        size, document = int(sizes[index]), documents[index]
+    found, order = [(0, 1)] * len(mask.lengths), np.lexsort((-work, -sizes))
+    shared = int((sizes > 1).sum())  # these come first
+    for index in order[:shared].tolist():
+        size = int(sizes[index])
         groups = load[: chunks // size * size].reshape(-1, size)
         first = int(groups.max(axis=1).argmin()) * size
         load[first : first + size] += work[index] / size
+        found[index] = (first, size)
+    least = [(done, chunk) for chunk, done in enumerate(load.tolist())]
+    heapq.heapify(least)
+    for index in order[shared:].tolist():
+        done, chunk = least[0]
+        heapq.heapreplace(least, (done + float(work[index]), chunk))
+        found[index] = (chunk, 1)
+    each = np.array([done for done, _ in least])
+    return found, float(each.max() / each.mean())
+
+
+def _in_sub_groups(mask: Pack, chunks: int, sub_groups: list[tuple[int, int]]) -> list[list[range]]:
+    """The pieces of each chunk: zigzag inside each document's sub-group."""
+    dealt = [list[range]() for _ in range(chunks)]
+    for document, (first, size) in zip(_documents(mask), sub_groups, strict=True):
+        if size == 1:
+            dealt[first].append(document)
+            continue
         for number in range(2 * size):
             part = piece(number, 2 * size, len(document))
             to = first + min(number, 2 * size - 1 - number)
             dealt[to].append(range(document.start + part.start, document.start + part.stop))
-    return dealt, float(load.max() / load.mean())
+    return dealt
 
 
 DEALERS: dict[str, Callable[[Deal, int], list[list[range]]]] = {

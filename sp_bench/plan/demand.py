@@ -103,7 +103,7 @@ class Visible:
 
 
 def _visible(plan: Plan, problem: Problem) -> Visible:
-    return Visible(block_classes(plan, problem), np.asarray(problem.blocks.pairs) > 0)
+    return Visible(block_classes(plan, problem), np.asarray(problem.blocks.computes))
 
 
 def _of_operands(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:

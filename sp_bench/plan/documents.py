@@ -20,7 +20,7 @@ import numpy as np
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.dealers import DEALERS, FOR_ANY, Deal, Dealt
-from sp_bench.plan.intervals import pair_counts, regions_between
+from sp_bench.plan.intervals import pair_counts, regions_between, regions_of_runs, runs_of
 from sp_bench.plan.layout import LAYOUTS, Layout, Positions
 from sp_bench.plan.mask import CAUSAL, FULL, Blocks, Mask, Part
 from sp_bench.plan.regions import Regions
@@ -95,6 +95,18 @@ class Packed(Mask):
         ahead = 0 if self.causal else self.right
         return first, stop if ahead is None else np.minimum(stop, positions + ahead + 1)
 
+    def turns(self, low: int, high: int, keys: np.ndarray) -> np.ndarray:
+        """The queries of low <= p < high from which on either end of what is seen begins or ends to move on from query
+        to query, where only keys count from and up to the given ones."""
+        documents = slice(*np.searchsorted(self.edges, [low, high]))
+        edges = self.edges[max(documents.start - 1, 0) : documents.stop + 1]
+        turns, changes = [edges], np.concatenate([edges, keys])
+        if self.left is not None:
+            turns.append(changes + self.left)
+        if (ahead := 0 if self.causal else self.right) is not None:
+            turns.append(changes - 1 - ahead)
+        return np.concatenate(turns)
+
     def regions(self, q: Positions, kv: Positions) -> Regions:
         if not (any(q) and any(kv)):
             return ()
@@ -102,6 +114,9 @@ class Packed(Mask):
         documents = np.searchsorted(self.edges, [low, high], side="right")
         if documents[0] == documents[1] and not self.windowed:
             return (CAUSAL if self.causal else FULL).regions(q, kv)
+        of_q, of_kv = runs_of(q), runs_of(kv)
+        if of_q and of_kv:
+            return regions_of_runs(self, of_q, of_kv)
         first, stop = self.sees(_flat(q))
         keys = _flat(kv)
         return regions_between(np.searchsorted(keys, first), np.searchsorted(keys, stop))
@@ -253,8 +268,8 @@ class PackBlocks(Blocks):
 
     def regions_of(self, kind: int) -> Regions:
         if kind not in self.found:
-            q, kv = divmod(int(kind), self.chunks)
-            self.found[kind] = self.mask.regions(self._queries(q), self._queries(kv))
+            q, kv = map(self._queries, divmod(int(kind), self.chunks))
+            self.found[kind] = self.mask.regions(q, kv) if self.computes[kind] else ()
         return self.found[kind]
 
     @property
@@ -273,6 +288,27 @@ class PackBlocks(Blocks):
     @cached_property
     def pairs(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
         return pair_counts(self.owner, self.chunks, *self.mask.sees(np.arange(self.seqlen))).ravel()
+
+    @cached_property
+    def computes(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether any pair of each class is computed, (classes,): found without counting pairs."""
+        dealt = [runs_of(self._queries(chunk)) for chunk in range(self.chunks)]
+        if not all(dealt):
+            return self.pairs > 0
+        owner = np.repeat(np.arange(self.chunks), [runs.start.size for runs in dealt if runs])
+        start, stop = (np.concatenate(each) for each in zip(*filter(None, dealt), strict=True))
+        order = np.argsort(start)
+        owner, start, stop = owner[order], start[order], stop[order]
+        # The queries of a run see neighbouring keys, all together.
+        first, behind = self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
+        change = np.zeros((self.chunks, start.size + 1), np.int32)
+        np.add.at(change, (owner, np.searchsorted(start, first, "right") - 1), 1)
+        np.add.at(change, (owner, np.searchsorted(start, behind - 1, "right")), -1)
+        seen = change.cumsum(axis=1)[:, np.argsort(owner, kind="stable")] > 0
+        keys, begins = np.unique(np.sort(owner), return_index=True)
+        found = np.zeros((self.chunks, self.chunks), bool)
+        found[:, keys] = np.logical_or.reduceat(seen, begins, axis=1)
+        return found.ravel()
 
     def parts(self, *, keys: bool) -> Sequence[Part]:
         """Whole chunks: a kernel for variable lengths returns all rows."""

@@ -6,7 +6,8 @@ as p grows. Documents, sliding windows and chunks are, and so are causal and ful
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,6 +15,27 @@ from sp_bench.plan.regions import Region, RegionKind, Regions
 
 RUNS_AT_ONCE = 1024
 """Few enough that counts by chunk stay in a cache."""
+
+
+class Sizes(NamedTuple):
+    """Regions as what their time depends on: (regions,) each."""
+
+    kind: np.ndarray
+    """0 for FULL, 1 for CAUSAL, 2 for UPPER; STRICT ones are CAUSAL (Region.plain)."""
+    q_tokens: np.ndarray
+    kv_tokens: np.ndarray
+    pairs: np.ndarray
+
+
+def sizes_of(regions: Iterable[Region]) -> Sizes:
+    """The sizes of regions, in their order."""
+    plain = [region.plain for region in regions]
+    found = [(_KINDS[each.kind], len(each.q), len(each.kv), each.pairs) for each in plain]
+    kind, q_tokens, kv_tokens, pairs = np.array(found, float).reshape(-1, 4).T
+    return Sizes(kind.astype(int), q_tokens, kv_tokens, pairs)
+
+
+_KINDS = {RegionKind.FULL: 0, RegionKind.CAUSAL: 1, RegionKind.UPPER: 2}
 
 
 def regions_between(first: np.ndarray, stop: np.ndarray) -> Regions:
@@ -26,20 +48,129 @@ def regions_between(first: np.ndarray, stop: np.ndarray) -> Regions:
     if not rows.size:
         return ()
     first, stop = first[rows], stop[rows]
-    moves = np.stack([np.diff(rows) - 1, np.diff(first), np.diff(stop)])
-    code = np.where((moves[0] == 0) & (moves[1:] <= 1).all(axis=0), 2 * moves[1] + moves[2], -1)
-    before, after = np.append(-1, code[:-1]), np.append(code[1:], -1)
-    code[(code == 3) & (before != 3) & (after != 3)] = -1  # two queries are no band
+    code = _code(np.diff(rows) == 1, np.diff(first), np.diff(stop))
     ends = np.flatnonzero(np.append(code[1:] != code[:-1], True)) + 1 if code.size else np.zeros(0, int)
+    counts = np.diff(ends, prepend=0)
+    each, alone = np.zeros(rows.size, int), np.arange(rows.size + 1)
+    return _regions(Stretches(rows, first, stop, alone, each, each), code[ends - 1], counts)
+
+
+class Runs(NamedTuple):
+    """Runs of neighbouring positions, ascending: (runs,) each."""
+
+    start: np.ndarray
+    stop: np.ndarray
+
+    def below(self, positions: np.ndarray) -> np.ndarray:
+        """How many positions of the runs are below each of `positions`."""
+        tokens = self.stop - self.start
+        run = np.maximum(np.searchsorted(self.start, positions, "right") - 1, 0)
+        return (np.cumsum(tokens) - tokens)[run] + np.clip(positions - self.start[run], 0, tokens[run])
+
+
+def runs_of(positions: Iterable[range]) -> Runs | None:
+    """Positions as runs; None where they are no neighbours."""
+    found = [(run.start, run.stop, run.step) for run in positions if run]
+    start, stop, step = np.array(found, np.int64).reshape(-1, 3).T
+    return Runs(start, stop) if (step == 1).all() else None
+
+
+class Sight(Protocol):
+    """The keys that queries see under a mask, as plan.documents.Packed has them."""
+
+    def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def turns(self, low: int, high: int, keys: np.ndarray) -> np.ndarray: ...
+
+
+def regions_of_runs(mask: Sight, q: Runs, kv: Runs) -> Regions:
+    """The regions of a block of runs of queries and keys, as regions_between finds them.
+
+    Between two turns, what a query sees stays or moves on by a key a query at either end. So that turns are looked at
+    in the place of queries.
+    """
+    if not (q.start.size and kv.start.size):
+        return ()
+    low, high = q.start[0], q.stop[-1]
+    turns = mask.turns(low, high, np.concatenate([kv.start, kv.stop]))
+    cuts = np.sort(np.concatenate([q.start, q.stop, turns]).clip(low, high))
+    cuts = cuts[np.diff(cuts, prepend=-1) > 0]
+    run = np.searchsorted(q.start, cuts[:-1], "right") - 1
+    inside = cuts[:-1] < q.stop[run]
+    at, count = cuts[:-1][inside], np.diff(cuts)[inside]
+    ends = np.concatenate([at, at + count - 1])
+    first, last_first, stop, last_stop = np.split(kv.below(np.concatenate(mask.sees(ends))), 4)
+    row = q.below(at)
+    # At the end of a stretch that sees more and more, or less and less, a query may see none.
+    none, last_none = first >= stop, last_first >= last_stop
+    row, stop, count = row + (none & ~last_none), stop + (none & ~last_none), count - (none | last_none)
+    last_first = last_first - (last_none & ~none)
+    some = (count > 0) & ~(none & last_none)
+    if not some.any():
+        return ()
+    row, first, stop, last_first, last_stop, count = (x[some] for x in (row, first, stop, last_first, last_stop, count))
+    falls, rises = last_first > first, last_stop > stop
+    inner = 2 * falls + rises
+    outer = _moves(row[1:] == (row + count)[:-1], first[1:] - last_first[:-1], stop[1:] - last_stop[:-1])
+    code = np.stack([inner, np.append(outer, -1)], axis=1).ravel()
+    counts = np.stack([count - 1, np.ones_like(count)], axis=1).ravel()
+    code, counts = code[:-1][counts[:-1] > 0], counts[:-1][counts[:-1] > 0]
+    begins = np.flatnonzero(np.diff(code, prepend=-2))
+    code, counts = code[begins], np.add.reduceat(counts, begins) if counts.size else counts
+    code[(code == 3) & (counts == 1)] = -1  # two queries are no band
+    return _regions(Stretches(row, first, stop, np.append(0, np.cumsum(count)), 1 * falls, 1 * rises), code, counts)
+
+
+class Stretches(NamedTuple):
+    """Stretches of queries that see a key, along which what they see moves evenly: (stretches,) each."""
+
+    row: np.ndarray
+    """The first query."""
+    first: np.ndarray
+    """The first key that it sees."""
+    stop: np.ndarray
+    """The key behind the last one."""
+    number: np.ndarray
+    """The first query among those that see a key, and how many there are: (stretches + 1,)."""
+    falls: np.ndarray
+    """By how many keys the first one that is seen moves on from query to query."""
+    rises: np.ndarray
+    """By how many keys the last one does."""
+
+
+def _code(neighbours: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """_moves from query to query, but that two queries are no band."""
+    code = _moves(neighbours, first, stop)
+    before, after = np.append(-1, code[:-1]), np.append(code[1:], -1)
+    code[(code == 3) & (before != 3) & (after != 3)] = -1
+    return code
+
+
+def _moves(neighbours: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """By how much what is seen moves on between two queries: twice that of the first key and that of the last one.
+
+    -1 where they are no `neighbours`, or it moves by more than a key.
+    """
+    return np.where(neighbours & (first <= 1) & (stop <= 1), 2 * first + stop, -1)
+
+
+def _regions(stretches: Stretches, code: np.ndarray, counts: np.ndarray) -> Regions:
+    """The regions of queries, from what they see and from runs of equal moves between them: (runs,) each."""
+    row, first, stop, number, falls, rises = (x.tolist() for x in stretches)
+    codes, ends, queries = code.tolist(), np.cumsum(counts).tolist(), number[-1]
     found: list[Region] = []
-    at, run = 0, 0
-    while at < rows.size:
-        while run < ends.size and ends[run] <= at:
+    at, run, stretch = 0, 0, 0
+    while at < queries:
+        while run < len(ends) and ends[run] <= at:
             run += 1
-        alone = at == rows.size - 1 or code[at] < 0
-        last, move = (at, 0) if alone else (int(ends[run]), int(code[at]))
-        queries = range(int(rows[at]), int(rows[last]) + 1)
-        found += _strip(queries, int(first[at]), int(stop[at]), falls=move >= 2, rises=move % 2 == 1)
+        while number[stretch + 1] <= at:
+            stretch += 1
+        alone = at == queries - 1 or codes[run] < 0
+        last, move = (at, 0) if alone else (ends[run], codes[run])
+        into = at - number[stretch]
+        here = first[stretch] + into * falls[stretch], stop[stretch] + into * rises[stretch]
+        start = row[stretch] + into
+        found += _strip(range(start, start + last - at + 1), *here, falls=move >= 2, rises=move % 2 == 1)
         at = last + 1
     return tuple(_joined(found))
 

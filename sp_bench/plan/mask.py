@@ -330,6 +330,11 @@ class Blocks:
         return tuple(sum(region.pairs for region in regions) for regions in self._regions)
 
     @cached_property
+    def computes(self) -> Sequence[bool]:
+        """Whether any pair of each class is computed."""
+        return tuple(pairs > 0 for pairs in self.pairs)
+
+    @cached_property
     def narrows(self) -> bool:
         """Whether some block computes only a part of its chunks' rows or keys."""
         for kind, (q, kv) in self._examples.items():

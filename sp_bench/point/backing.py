@@ -23,8 +23,9 @@ from sp_bench.cluster.cluster import ClusterSection
 from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.topology import FullMesh, PcieTree, Torus
 from sp_bench.lower import DEFAULT_TRANSPORT
+from sp_bench.plan.documents import Documents
 from sp_bench.plan.mask import WHOLE
-from sp_bench.plan.ops import AllToAll, Plan, Transfer
+from sp_bench.plan.ops import AllToAll, Plan, RowCollective, Transfer
 from sp_bench.point.choose import FUSED, Choice, simulated
 from sp_bench.point.request import Request
 from sp_bench.reading import read
@@ -37,10 +38,12 @@ FILE = Path(__file__).with_name("backing.json")
 BETWEEN_NODES = "several nodes"
 TELLING = 0.03
 """Times that differ by less are not told apart: repetitions of published measurements differ as much."""
+PACKS = f"mask={Documents.name}"
+"""The mask's class of packed documents without a window."""
 OF_NO_TIME = ("peak_tflops", "memory_bytes")
 """Figures of a device that change no simulated time."""
 OF_PACKS = ("variable", "variable_least_s", "variable_block_s")
-"""Figures of a table of rates that change the times of calls for variable lengths alone, which no backing is of."""
+"""Figures of a table of rates that change the times of calls for variable lengths alone: those of packs."""
 
 
 class Kind(NamedTuple):
@@ -118,11 +121,15 @@ class Validation:
         return {"step_ms_validated_low": found.low_ms, "step_ms_validated_high": found.high_ms}
 
 
-def transfers_of(plans: Iterable[Plan]) -> str:
-    """The transfers of plans, in words: all-to-alls, KV or Q and outputs from rank to rank, or nothing."""
+def transfers_of(plans: Iterable[Plan], *, of_packs: bool = False) -> str:
+    """The transfers of plans, in words: all-to-alls, KV or Q and outputs from rank to rank, or nothing.
+
+    A cast of rows is a kind of its own where they are few: under packs.
+    """
     found = set()
     for op in (op for plan in plans for op in plan.ops if isinstance(op, Transfer)):
         passed = "KV passed on" if op.tensor.of_keys else "Q and outputs passed on"
+        passed = "rows cast" if of_packs and isinstance(op, RowCollective) else passed
         found.add("all-to-alls" if isinstance(op, AllToAll) else passed)
     return " and ".join(sorted(found)) or "no transfers"
 
@@ -155,21 +162,23 @@ def kind_of(request: Request, plans: Iterable[Plan]) -> Kind:
     """The kind of a request's point with these plans."""
     plans = list(plans)
     links = links_of(request.cluster, plans[0].n * request.workload.groups)
-    return Kind(request.workload.name, request.problem.measured_as, transfers_of(plans), links)
+    mask = request.problem.measured_as
+    return Kind(request.workload.name, mask, transfers_of(plans, of_packs=mask == PACKS), links)
 
 
-def figures_of(config: Mapping[str, Any], links: str, kernel: str) -> str:
-    """A hash of what the times of points over such links depend on, of the section `cluster` of a config.
+def figures_of(config: Mapping[str, Any], kind: Kind, kernel: str) -> str:
+    """A hash of what the times of points of a kind depend on, of the section `cluster` of a config.
 
     Neither the cluster's name nor where its figures are from is part of it. What connects nodes is, where there are
     several. `kernel` are the kernel figures that are simulated with (Device.figures).
     """
     section = msgspec.to_builtins(read(ClusterSection, config, "cluster"), str_keys=True)
     names = ("cores", "gpus_per_node", "intra", "lab", "hosts")
-    names += ("inter", "fabric", "placement") if links == BETWEEN_NODES else ()
+    names += ("inter", "fabric", "placement") if kind.links == BETWEEN_NODES else ()
     device = {key: value for key, value in section["device"].items() if key not in ("name", *OF_NO_TIME)}
     tables = section["device"]["rates"].items()
-    device["rates"] = {name: {k: v for k, v in table.items() if k not in OF_PACKS} for name, table in tables}
+    without = () if kind.mask == PACKS else OF_PACKS
+    device["rates"] = {name: {k: v for k, v in table.items() if k not in without} for name, table in tables}
     return digest({"device": device, "kernel": kernel, **{name: section[name] for name in names}})
 
 
@@ -186,7 +195,7 @@ def validated(request: Request, choice: Choice) -> Validation:
     if FUSED in choice.variant.split():
         return Validation(kind, None, f"measurements of {kind} have no fused blocks")
     kernel = request.cluster.device.figures(choice.problem)
-    if figures_of(request.config["cluster"], kind.links, kernel) not in row.clusters.values():
+    if figures_of(request.config["cluster"], kind, kernel) not in row.clusters.values():
         where = ", ".join(row.clusters)
         return Validation(kind, None, f"measurements of {kind} are of {where}, whose figures are others")
     return _with_implementation(request.cluster, choice, row)

@@ -11,8 +11,10 @@ import numpy as np
 from sp_bench import account
 from sp_bench.cluster.device import same_model
 from sp_bench.peers.peer import Peer
+from sp_bench.plan.documents import Documents
 from sp_bench.plan.problem import Problem
-from sp_bench.point.choose import Choice
+from sp_bench.point.choose import Choice, costs_for
+from sp_bench.point.planning import planning_ms
 from sp_bench.point.request import Request
 from sp_bench.records.quantities import Memory, Rates, Setup, Traffic
 from sp_bench.workload import Workload
@@ -45,6 +47,7 @@ def counted(request: Request, choice: Choice | None) -> Counted:
         work_imbalance=account.work_imbalance(next(iter(choice.plans.values())), problem),
         work_imbalance_lower_bound=account.least_imbalance(problem),
         candidates=choice.candidates,
+        planning_ms=_planning_ms(request, choice),
     )
     traffic = _traffic(request, choice)
     # Of a training step: of its attention.
@@ -56,6 +59,15 @@ def counted(request: Request, choice: Choice | None) -> Counted:
     differ = formula is not None and found != formula
     wrong = f"the plan sends {found} bytes, the closed form says {formula}" if differ else ""
     return Counted(setup=setup, traffic=traffic, memory=memory, wrong=wrong)
+
+
+def _planning_ms(request: Request, choice: Choice) -> float | None:
+    """planning.planning_ms of a pack of documents; None for what is planned once."""
+    problem = choice.problem
+    if not isinstance(problem.mask, Documents):
+        return None
+    method = replace(choice.method, layout=problem.layout.name)
+    return planning_ms(method, problem, costs_for(request, problem), request.cluster.transport)
 
 
 def _traffic(request: Request, choice: Choice) -> Traffic:

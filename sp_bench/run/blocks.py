@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sp_bench.kernels import BlockKernel
+from sp_bench.kernels.fold import in_dtype
 from sp_bench.kernels.pieces import Pieces, calls
 from sp_bench.kernels.row_sums import projection, row_sums
 from sp_bench.plan.casts import keys_of
@@ -130,7 +131,7 @@ class Blocks:
                 else:
                     out, lse = kernel.forward(q, k, v, kind)
                 run.lap(KERNELS)
-                run.see(out, lse)
+                run.see(*of_kv, out, lse)
                 held.partials.add_output(into, out, lse)
                 run.lap(FOLDS)
 
@@ -138,7 +139,7 @@ class Blocks:
 
     def _backward(
         self, q_chunk: Chunk, dq_chunk: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
-    ) -> Callable[[Execution, Tensors, Callable[[int, Tensors], None]], None]:
+    ) -> Callable[..., None]:
         """A function that computes and adds dQ of windows. Its last argument adds a window's (dk, dv) by number."""
         kernel = self._kernel
         bound = [
@@ -146,7 +147,7 @@ class Blocks:
             for number, w in enumerate(windows)
         ]
 
-        def backward(run: Execution, of_kv: Tensors, add: Callable[[int, Tensors], None]) -> None:
+        def backward(run: Execution, of_kv: Tensors, add: Callable[[int, Tensors], None], sums: Tensors = ()) -> None:
             held = run.holdings
             of_q = held.chunks[q_chunk]
             for number, take_q, take_kv, kind, into in bound:
@@ -157,7 +158,7 @@ class Blocks:
                 else:
                     dq, dk, dv = kernel.gradients(dout, q, k, v, out, lse, kind)
                 run.lap(KERNELS)
-                run.see(dq, dk, dv)
+                run.see(*of_kv, *sums, dq, dk, dv)
                 held.partials.add_gradients(into, (dq,))
                 add(number, (dk, dv))
                 run.lap(FOLDS)
@@ -191,16 +192,22 @@ class Blocks:
         backward, dtype = self._backward(query, dq, windows, _rows_of), getattr(torch, self._problem.accumulate_dtype)
         into = [self._sums.at(dkv[0], window.kv) for window in windows] if own else []
 
+        def row_gradients(run: Execution, kv: Tensors) -> list[torch.Tensor]:
+            sums = tuple(torch.zeros_like(x, dtype=dtype) for x in kv)
+            backward(run, kv, lambda window, part: _add_rows(sums, windows[window].kv, part), sums)
+            return [*sums]
+
         def gathered_backward(run: Execution) -> None:
             run.lap(WAITS)
-            held, kv = run.holdings, by_position(run.holdings)
+            held = run.holdings
             if own:
-                backward(run, kv, lambda window, part: held.partials.add_gradients(into[window], part))
+                add = held.partials.add_gradients
+                backward(run, by_position(held), lambda window, part: add(into[window], part))
                 return
-            sums = tuple(torch.zeros_like(x, dtype=dtype) for x in kv)
-            backward(run, kv, lambda window, part: _add_rows(sums, windows[window].kv, part))
-            by_member = zip(*(x.index_select(1, places).split(counts, dim=1) for x in sums), strict=True)
-            for chunk, part in zip(dkv, by_member, strict=True):
+            sums, kept = row_gradients(run, by_position(held)), self._sums.of(dkv[0]).dtype
+            # Each is freed before the next one is placed.
+            placed = [in_dtype(sums.pop(0).index_select(1, places), kept) for _ in range(len(sums))]
+            for chunk, part in zip(dkv, zip(*(x.split(counts, dim=1) for x in placed), strict=True), strict=True):
                 held.partials.put_rows(chunk, part)
             run.lap(FOLDS)
 

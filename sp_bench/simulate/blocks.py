@@ -12,12 +12,11 @@ from sp_bench.cluster.device import DeviceCosts
 from sp_bench.lower import Lowering, lower
 from sp_bench.lower.joined import copied_bytes
 from sp_bench.plan.block_classes import block_classes
-from sp_bench.plan.casts import seen_by
+from sp_bench.plan.casts import rows_read, works_of
 from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.ops import Attend, AttendBackward, Block, Chunk, Fused, Gathered, Plan
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import rows_in
 from sp_bench.plan.tensors import Tensor
 from sp_bench.plan.union import Calls, Pieces, calls_of, classes
 
@@ -102,26 +101,23 @@ class BlockCosts:
         problem, phase, degree = self._problem, self._plan.phase, self._problem.layout.head_parallel
         row_bytes = sum(problem.token_bytes(field, wire=False) for field in op.keys[0].tensor.fields)
         row_bytes *= (op.keys[0].index > 0) * (1 if phase == "forward" else 2)  # the rank's own lie in order; dKV, too
-        found = []
-        for rank in range(0, problem.n, degree):
-            regions, rows = seen_by(op, problem, rank)
-            kernels_s = self._device.pieces_s(problem, phase, regions)
-            found.append(kernels_s + self._device.copy_s(rows * row_bytes) if regions else 0.0)
-        return np.repeat(found, degree)
+        works, firsts = works_of(op, problem), np.arange(0, problem.n, degree)
+        kernels_s = self._device.pieces_s(problem, phase, [work.sizes for work in works])
+        copies_s = np.array([self._device.copy_s(rows * row_bytes) for rows in rows_read(op, problem, firsts)])
+        return np.repeat(np.where(kernels_s > 0, kernels_s + copies_s, 0.0), degree)
 
     def _find_gathered_folds_s(self, index: int, op: Gathered) -> np.ndarray:
         """Seconds of folding what its calls have of queries that see a key, and of the rank's own keys: (n,)."""
-        problem, degree, found = self._problem, self._problem.layout.head_parallel, []
-        for rank in range(0, problem.n, degree):
-            regions, _ = seen_by(op, problem, rank)
+        problem, found = self._problem, []
+        for work in works_of(op, problem):
             total_s = 0.0
-            for chunk in (chunk for chunk in op.writes if regions and not chunk.index):
-                runs = [region.kv if chunk.tensor.of_keys else region.q for region in regions]
-                share = rows_in(runs) / problem.shards_of(chunk.tensor).largest
+            for chunk in (chunk for chunk in op.writes if work.sizes.pairs.size and not chunk.index):
+                rows = work.kv_rows if chunk.tensor.of_keys else work.q_rows
+                share = rows / problem.shards_of(chunk.tensor).largest
                 first = self._flow.starts(index, chunk)
                 total_s += self._device.fold_s(problem, chunk.tensor, first=first, share=share, sliced=True)
             found.append(total_s)
-        return np.repeat(found, degree)
+        return np.repeat(found, problem.layout.head_parallel)
 
     def _find_joined_s(self, rows: tuple[int, ...]) -> np.ndarray:
         """Ranks that split a chunk's heads have the same calls: (n,)."""

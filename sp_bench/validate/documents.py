@@ -3,7 +3,8 @@
 Simulates MagiAttention's published bars of packed documents (analysis/published/document_bars.csv) with
 implementation=published, and writes FOLDER/published_documents.csv. A bar is the mean over packs that its authors drew,
 so that it is simulated for DRAWS packs of the same distribution: those at even steps of the work among many draws.
-`low` and `high` are the slowest and the fastest of them.
+`low` and `high` are the slowest and the fastest of them. The errors back simulated points of packs
+(sp_bench/point/backing.json), by what is sent over which links.
 
 One figure was fitted to these bars: the time of thread blocks without work (variable_block_s of flash_attn_3's rates).
 `error_left_out` is without the bars of the same number of GPUs, `error_unfitted` without that figure.
@@ -17,7 +18,7 @@ import copy
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -27,20 +28,22 @@ from sp_bench.cluster.variable import FLOPS_PER_PAIR
 from sp_bench.extras import require
 from sp_bench.packing import lengths_of
 from sp_bench.point import resolve
-from sp_bench.point.backing import TELLING
+from sp_bench.point.backing import FILE, PACKS, TELLING, Backing, Kind, kind_of, known, written
 from sp_bench.point.choose import choose
 from sp_bench.resources import conf_content, conf_files
 from sp_bench.validate.order import Row, count_in_order
-from sp_bench.validate.published import rows_of
+from sp_bench.validate.published import figures_with, rows_of
+from sp_bench.workload.attention import Attention
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SOURCE = "github SandAI-org/MagiAttention@2c641357 assets/magi_attn/exp/distributed/h100/varlen_full_mask, digitised"
 TOKENS_A_GPU = 8192
+CLUSTER, KERNEL = "h100_ndr400", "flash_attn_3"
 SETTING = (
     "gpus=8 seqlen=64k heads=64 kv_heads=8 head_dim=128 mask=document data=magi_attention causal=false dtype=bfloat16 "
-    "cluster=h100_ndr400 kernel=flash_attn_3 mode=simulate logger=none"
+    f"cluster={CLUSTER} kernel={KERNEL} mode=simulate logger=none"
 )
 BY_DOCUMENTS = "method.layout=zigzag_documents implementation=published"
 POINTS = {
@@ -71,6 +74,8 @@ class Simulated(NamedTuple):
 
     found: np.ndarray
     unfitted: np.ndarray
+    kind: Kind | None = None
+    """The kind of the points that were simulated."""
 
     def at(self, factor: float) -> np.ndarray:
         """With the fitted figure times a factor: times are linear in it."""
@@ -87,6 +92,7 @@ def _documents(arguments: list[str]) -> int:
     out = writable_folder("out", only_keys(arguments, {"out": "docs/results"}).get("out", "docs/results"))
     found = simulated(bars())
     found.to_csv(out / "published_documents.csv", index=False)
+    FILE.write_text(written([*(row for kind, row in known().items() if kind.mask != PACKS), *backing(found)]))
     alike, count, _ = pairs(found)
     median = found["error_left_out"].abs().median()
     print(f"{len(found)} bars: median error left out {median:.1%}; {alike} of {count} pairs are in order")
@@ -120,12 +126,29 @@ def pairs(found: pd.DataFrame, column: str = "tflops_left_out") -> tuple[int, in
     return count_in_order(groups, "tflops_measured", column, tied=tied, words=words, faster=operator.gt)
 
 
+def backing(found: pd.DataFrame) -> list[Backing]:
+    """The rows that back simulated records of packs: errors without the bars of the same number of GPUs, by kind of
+    transfers and of links, with the implementation that most bars of the kind are simulated with."""
+    rows = []
+    for kinds, group in found.groupby(["transfers", "links"]):
+        kind = Kind(Attention.name, PACKS, *map(str, cast(tuple, kinds)))
+        off = np.abs(group["error_left_out"].to_numpy())
+        median, two_of_three = (round(float(np.quantile(off, part)), 4) for part in (0.5, 2 / 3))
+        implementations = [POINTS[name].partition("implementation=")[2] for name in group["method"]]
+        implementation = max(implementations, key=implementations.count)
+        clusters = {CLUSTER: figures_with(CLUSTER, KERNEL, "bfloat16", kind)}
+        rows.append(Backing(kind, median, two_of_three, off.size, implementation, clusters))
+    return rows
+
+
 def _row(row: Mapping[str, str], seen: Simulated, factor: float) -> dict[str, Any]:
     measured, left_out = float(row["tflops_per_gpu"]), float(seen.at(factor).mean())
     rates = {"measured": measured, "simulated": float(seen.found.mean()), "left_out": left_out}
     return {
         "source": SOURCE,
         **{name: row[name] for name in ("method", "variant", "phase", "kernel")},
+        "transfers": seen.kind.transfers if seen.kind else "",
+        "links": seen.kind.links if seen.kind else "",
         "gpus": int(row["gpus"]),
         **{f"tflops_{name}": rate for name, rate in rates.items()},
         "low": float(seen.found.min()),
@@ -151,25 +174,28 @@ def _factor(row: Mapping[str, str], rows: Sequence[Mapping[str, str]], seen: Seq
 
 def _of_packs(row: Mapping[str, str], composed: Mapping[str, Any]) -> Simulated:
     gpus, phase = int(row["gpus"]), row["phase"]
-    found, unfitted = [], []
+    found, unfitted, kinds = [], [], list[Kind]()
     for seed in draws(gpus * TOKENS_A_GPU):
         config = copy.deepcopy({**composed})
         config |= {"gpus": gpus, "seqlen": gpus * TOKENS_A_GPU, "phase": phase, "seed": seed}
         if row["method"] == "loongtrain":
             config["method"]["inner"] = INNER[gpus]
         fitted = row["kernel"] != OWN_KERNEL and phase == "backward"
-        rate = _tflops(config) if fitted else None
+        rate = _tflops(config)[0] if fitted else None
         config["cluster"]["device"]["rates"]["flash_attn_3"]["variable_block_s"] = {}
-        unfitted.append(_tflops(config))
-        found.append(unfitted[-1] if rate is None else rate)
-    return Simulated(np.array(found), np.array(unfitted))
+        alone, kind = _tflops(config)
+        unfitted.append(alone)
+        found.append(alone if rate is None else rate)
+        kinds.append(kind)
+    return Simulated(np.array(found), np.array(unfitted), max(kinds, key=kinds.count))
 
 
-def _tflops(config: Mapping[str, Any]) -> float:
-    """TFLOP/s of each GPU, of the pairs that the mask leaves."""
+def _tflops(config: Mapping[str, Any]) -> tuple[float, Kind]:
+    """TFLOP/s of each GPU, of the pairs that the mask leaves, and the kind of the point."""
     request = resolve(config)
+    choice = choose(request)
     flops = FLOPS_PER_PAIR[config["phase"]] * config["heads"] * config["head_dim"] * _work(request.problem.mask.lengths)  # pyright: ignore[reportAttributeAccessIssue]
-    return flops / config["gpus"] / choose(request).total_s / 1e12
+    return flops / config["gpus"] / choice.total_s / 1e12, kind_of(request, choice.plans.values())
 
 
 @cache

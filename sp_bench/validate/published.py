@@ -24,7 +24,7 @@ from sp_bench.cluster.implementation import OURS
 from sp_bench.extras import require
 from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.point import resolve
-from sp_bench.point.backing import FILE, TELLING, Backing, Kind, figures_of, transfers_of, written
+from sp_bench.point.backing import FILE, PACKS, TELLING, Backing, Kind, figures_of, known, transfers_of, written
 from sp_bench.point.choose import plans_of
 from sp_bench.resources import PACKAGE, conf_files, place
 from sp_bench.validate import machine, steps
@@ -62,7 +62,8 @@ def _published(arguments: list[str]) -> int:
     out = writable_folder("out", only_keys(arguments, {"out": "docs/results"}).get("out", "docs/results"))
     found = both()
     found.to_csv(out / "published.csv", index=False)
-    rows = [*backing(found), *steps.backing(steps.simulated(steps.steps())), *measured_here()]
+    of_packs = [row for kind, row in known().items() if kind.mask == PACKS]
+    rows = [*backing(found), *steps.backing(steps.simulated(steps.steps())), *measured_here(), *of_packs]
     FILE.write_text(written(rows))
     print(f"{out / 'published.csv'}: {len(found)} points; {FILE}: {len(rows)} kinds of points")
     return 0
@@ -203,27 +204,28 @@ def _backing(found: pd.DataFrame, column: str, implementation: str) -> list[Back
         mask, transfers, links = map(str, cast(tuple, kinds))
         off = np.abs(np.array(group[column], float))
         median, two_of_three = (round(float(np.quantile(off, part)), 4) for part in (0.5, 2 / 3))
-        clusters = {str(name): _figures(str(name), rows, links) for name, rows in group.groupby("cluster")}
         kind = Kind(Attention.name, mask, transfers, links)
+        clusters = {str(name): _figures(str(name), rows, kind) for name, rows in group.groupby("cluster")}
         rows.append(Backing(kind, median, two_of_three, off.size, implementation, clusters))
     return rows
 
 
-def _figures(cluster: str, rows: pd.DataFrame, links: str) -> str | None:
+def _figures(cluster: str, rows: pd.DataFrame, kind: Kind) -> str | None:
     """figures_of a cluster of the suite's with the kernel that was measured; None for hosts of one machine."""
     if cluster not in conf_files("cluster"):
         return None
     kernel, dtype = rows["kernel"].iloc[0], rows["dtype"].iloc[0]
     assert (rows["kernel"] == kernel).all(), f"several kernels were measured on {cluster}"
-    return _figures_with(cluster, kernel, dtype, links)
+    return figures_with(cluster, kernel, dtype, kind)
 
 
 @cache
-def _figures_with(cluster: str, kernel: str, dtype: str, links: str) -> str:
+def figures_with(cluster: str, kernel: str, dtype: str, kind: Kind) -> str:
+    """figures_of a cluster of the suite's with a kernel."""
     keys = [f"cluster={cluster}", f"kernel={kernel}", f"dtype={dtype}", "gpus=8", "seqlen=64k", "mode=simulate"]
     with Composer() as composer:
         request = resolve(composer.compose([*keys, "method=all_gather", "logger=none"]))
-    return figures_of(request.config["cluster"], links, request.cluster.device.figures(request.problem))
+    return figures_of(request.config["cluster"], kind, request.cluster.device.figures(request.problem))
 
 
 def point_name(point: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 
@@ -15,6 +16,7 @@ from sp_bench.analysis.studies.documents import cells as documents_maps
 from sp_bench.analysis.studies.documents import places as documents_grid
 from sp_bench.analysis.studies.documents.places import CLOSE, SPLIT_HEADS, dealt, fastest, step, winner
 from sp_bench.methods import REGISTRY
+from sp_bench.records.interval import interval
 from tests.support.sections import code_of, sections_of, table_of, tables_of, words_of
 
 DATA, GPUS, METHODS = ("short", "equal"), (4, 8), ("ring", "mesh", "ulysses", "usp")
@@ -103,6 +105,18 @@ def test_all_sections_render(runs: Runs) -> None:
         assert section.sources and section.to_html()
     names = tables_of(documents.winners(runs))
     assert [len(table.rows) for table in names.values()] == [len(DATA) * len(GPUS)] * 2
+
+
+@pytest.mark.long
+def test_winners_have_the_intervals_of_their_records(runs: Runs) -> None:
+    found, table = fastest(runs), tables_of(documents.winners(runs))["documents-winners"]
+    for row in table.rows:
+        one = winner(found, str(row[0]), cast(int, row[1]), METHODS)
+        low, high = numbers(row)[1:3]
+        record = one.record
+        assert (low.value, high.value) == (record.step_ms_validated_low, record.step_ms_validated_high)
+        tied = [each.method for each in one.others if interval(each).overlaps(interval(record))]
+        assert row[-1] == (", ".join(tied) or ("none" if low.value else "-"))
 
 
 @pytest.mark.exhaustive

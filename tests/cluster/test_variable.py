@@ -15,6 +15,7 @@ from sp_bench.cluster.variable import FLOPS_PER_PAIR, Kernel, blocks_s, joined_s
 from sp_bench.packing import documents, lengths_of
 from sp_bench.plan import Problem
 from sp_bench.plan.documents import PackBlocks
+from sp_bench.plan.intervals import sizes_of
 from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.resources import conf_content, conf_files, place
 
@@ -60,7 +61,7 @@ def test_packs_take_as_long_as_they_were_measured_to(name: str) -> None:
             regions = [Region(kind, range(a, b), range(a, b)) for a, b in zip(ends, ends[1:], strict=False)]
             p = replace(a_problem(lengths, 1), heads=64, kv_heads=8)
             flops = FLOPS_PER_PAIR[phase] * 64 * 128 * sum(region.pairs for region in regions)
-            rates.append(flops / costs.pieces_s(p, phase, regions) / 1e12)
+            rates.append(flops / costs.pieces_s(p, phase, [sizes_of(regions)])[0] / 1e12)
         off = float(row["tflops"]) / float(np.mean(rates)) - 1
         assert abs(off) < (OFF[name] if tokens >= 4096 else 0.2), (row["mask"], phase, tokens, off)
 
@@ -85,7 +86,8 @@ def test_blocks_are_as_their_regions_taken_together(layout: str) -> None:
         if not regions:
             assert found[kind] == 0
             continue
-        assert found[kind] == pytest.approx(costs.pieces_s(p, "forward", regions) - costs.launch_s, rel=0.15)
+        (pieces_s,) = costs.pieces_s(p, "forward", [sizes_of(regions)])
+        assert found[kind] == pytest.approx(pieces_s - costs.launch_s, rel=0.15)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag_documents"])

@@ -40,6 +40,7 @@ def test_blocks_compute_each_unmasked_pair_once(mask: Packed, name: str, n: int)
         found = times_computed(blocks.regions_of(kind), *wanted.shape)
         np.testing.assert_array_equal(found, wanted)
         assert blocks.pairs[kind] == wanted.sum()
+        assert blocks.computes[kind] == wanted.any()
 
 
 @given(packs(), names, st.integers(1, 6))

@@ -8,13 +8,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sp_bench import account
+from sp_bench.lower import GLOO
+from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.documents import Documents, Packed, Window
+from sp_bench.plan.method import PHASES
+from tests.run import jobs
 from tests.run.matrix import assert_exact, everything
 from tests.support.attention_cases import DTYPES, Case
 from tests.support.marks import exhaustive
 from tests.support.packs import packs
 from tests.support.ranks import Ranks
 
+UNEVEN = Documents((13, 40, 2, 30, 5, 7, 22, 150, 4, 28))
 METHODS = ("group_cast", "hybrid_cp")
 LAYOUTS = ("auto", "contiguous", "zigzag")
 
@@ -49,3 +55,21 @@ def test_chunks_and_sub_groups_of_any_size(ranks: Ranks, chunk: int) -> None:
     tokens = (("rank_tokens", chunk),)
     cases += [Case(n=n, method="hybrid_cp", layout="hybrid", pack=p, options=tokens) for p in packs for n in (3, 4)]
     assert_exact(ranks, cases)
+
+
+@pytest.mark.parametrize("n", [4, exhaustive(5), exhaustive(8)])
+def test_memory_is_what_the_rank_with_most_of_it_holds(ranks: Ranks, n: int) -> None:
+    """With rows in order, sums of their gradients and results of kernels; buffers are as large on all ranks."""
+    every = [
+        case for pack in (None, UNEVEN, Documents((300,))) for turn in range(3) for case in cases_of(n, turn, pack)
+    ]
+    dtypes = ("float32", "bfloat16")
+    cases = [replace(case, more=0, tokens=32, dtype=dtypes[i % 2]) for i, case in enumerate(every)]
+    cases = [*dict.fromkeys(cases[:: 1 if n > 4 else 3])]
+    assert {case.method for case in cases} == {*METHODS}
+    answers = ranks.run(jobs.run_parts, cases)
+    for case in cases:
+        plans = [case.built.plan(case.problem, phase, COMPUTE_BOUND) for phase in PHASES]
+        expected = account.peak_bytes(plans, case.problem, GLOO)
+        held = [answer[case].live_bytes for answer in answers[:n]]
+        assert 0.8 * expected < max(held) <= expected, case

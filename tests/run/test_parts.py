@@ -71,10 +71,7 @@ def test_parts_leave_nothing_behind(found: Found) -> None:
 
 
 def test_buffers_are_the_plans_and_memory_is_within_what_they_say(found: Found) -> None:
-    """Exactly the buffers; of the rest, the plans' figure is for lanes as late as the waits allow.
-
-    Where rows are cast, it is also that of the rank that receives most, in each operation.
-    """
+    """Exactly the buffers; of the rest, the plans' figure is for lanes as late as the waits allow."""
     shares = []
     for case, ranks in found.items():
         plans = [case.built.plan(case.problem, phase, COMPUTE_BOUND) for phase in PHASES]
@@ -83,5 +80,5 @@ def test_buffers_are_the_plans_and_memory_is_within_what_they_say(found: Found) 
             assert parts.buffer_bytes == account.buffer_bytes(plans, case.problem, GLOO), case
             assert parts.live_bytes <= expected, case
             shares.append(parts.live_bytes / expected)
-    assert min(shares) > 0.5
+    assert min(shares) > 0.6
     assert max(shares) == 1.0

@@ -20,6 +20,7 @@ from sp_bench.analysis.studies.documents import places
 from sp_bench.analysis.studies.documents.places import DEALINGS, NODE, SETTING, TOKENS, asked, dealt
 from sp_bench.analysis.table import Cell
 from sp_bench.records import Record
+from sp_bench.records.interval import interval
 
 Steps = dict[tuple[str, str, str], Number]
 """Times in ms by data, method and dealing; without value where a point can't be served."""
@@ -135,11 +136,21 @@ def _rows(found: dict[tuple[str, int], places.Winner]) -> list[list[Cell]]:
     for place, one in found.items():
         rows.append([*place, one.record.method, one.record.variant or "", one.record.layout or "", one.step])
         second = f"{one.second.method}, {one.second.layout}" if one.second else "none"
+        rows[-1] += [of_record(one.record, f"step_ms_validated_{end}") for end in ("low", "high")]
         rows[-1] += [of_record(one.record, "mfu").times(100), second, one.margin.times(100)]
         rows[-1].append(
             ", ".join(f"{record.method} ({record.layout})" for record in one.within(places.CLOSE)) or "none"
         )
+        rows[-1].append(_tied(one))
     return rows
+
+
+def _tied(one: places.Winner) -> str:
+    """The methods whose intervals overlap the fastest's, and those that have none."""
+    first = interval(one.record)
+    others = {record.method: interval(record) for record in one.others}
+    tied = [name for name, each in others.items() if each.overlaps(first)]
+    return ", ".join(tied) or ("none" if first.backed else "-")
 
 
 MB = 1e-6

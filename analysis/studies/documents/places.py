@@ -24,9 +24,12 @@ DATA = ("magi_attention", "short", "long", "equal")
 GPUS = (8, 32, 64)
 DEALT_GPUS = 32
 """The number of GPUs at which each method runs on each dealing."""
-METHODS = ("ring", "double_ring", "pass_q", "all_gather", "tokenring", "startrail", "mesh", "ulysses", "usp")
+METHODS = (
+    *("ring", "double_ring", "pass_q", "all_gather", "tokenring", "startrail", "mesh", "ulysses", "usp"),
+    *("ulysses_all_gather", "hybrid_cp", "group_cast"),
+)
 """The methods that are compared. Striped and zigzag are Ring on a layout, so that they are not listed."""
-SPLIT_HEADS = ("ulysses", "usp")
+SPLIT_HEADS = ("ulysses", "usp", "ulysses_all_gather", "group_cast")
 DEALINGS = (*LAYOUTS, *DEALERS)
 CLOSE = 0.05
 """Two simulated times within this share of each other are too close to call."""

@@ -1,0 +1,76 @@
+"""Planning a pack: what a rank works out for documents that it hasn't seen before, and how long that takes here.
+
+A trainer plans each batch. That is the assignment of tokens, the plans of both phases, their lowering, and for one rank
+the rows that it sends and the regions that its kernels compute. What torch does with them, and the proof of the plans,
+are no part of it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from statistics import median
+
+from sp_bench.lower import TransportKind, lower
+from sp_bench.plan.casts import keys_of, rows_from, rows_to
+from sp_bench.plan.costs import CostProfile
+from sp_bench.plan.demand import demand, untouched_partials
+from sp_bench.plan.documents import Packed
+from sp_bench.plan.method import Method
+from sp_bench.plan.ops import Attend, AttendBackward, Fused, Gathered, GroupCast, Pass, Plan
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.transfers import rows_sent
+from sp_bench.plan.union import kernel_calls
+
+TIMES, ENOUGH_S = 3, 1.0
+"""A pack is planned so often, unless that takes longer; the median time counts."""
+
+
+def planning_ms(method: Method, problem: Problem, costs: CostProfile, transport: TransportKind) -> float:
+    """The time of this machine, in ms, for one rank to plan a pack like the problem's that it hasn't seen before.
+
+    Every option of the method is chosen. It is that of the first rank.
+    """
+    found: list[float] = []
+    while len(found) < TIMES and sum(found) < ENOUGH_S:
+        found.append(_planning_s(method, problem, costs, transport))
+    return 1e3 * median(found)
+
+
+def _planning_s(method: Method, problem: Problem, costs: CostProfile, transport: TransportKind) -> float:
+    mask = problem.mask
+    assert isinstance(mask, Packed), "whole sequences are planned once"
+    new: Packed = type(mask.__class__.__name__, (type(mask),), {})(mask.lengths, mask.causal, mask.left, mask.right)
+    started = time.perf_counter()
+    plan_pack(method, replace(problem, mask=new), costs, transport)
+    return time.perf_counter() - started
+
+
+def plan_pack(
+    method: Method, problem: Problem, costs: CostProfile, transport: TransportKind, rank: int = 0
+) -> dict[str, Plan]:
+    """The plans of a pack by phase, with all worked out that the rank's executions need of the mask.
+
+    `problem` has the pack, and any layout: it is dealt anew.
+    """
+    problem = method.dealt(replace(problem, layout=method.layout_of(problem.mask, problem.n)))
+    plans = {phase: method.plan(problem, phase, costs) for phase in ("forward", "backward")}
+    for plan in plans.values():
+        lower(plan, problem, transport)
+        demand(plan, problem)
+        untouched_partials(plan, problem)
+        for _, op in plan:
+            match op:
+                case Gathered():
+                    keys_of(op, problem, rank)
+                case Fused():
+                    kernel_calls(op, problem, rank)
+                case Attend() | AttendBackward():
+                    problem.blocks.regions_of(int(problem.blocks.of(op.q.owner(rank), op.kv.owner(rank))))
+                case GroupCast():
+                    for member in op.members:
+                        rows_to(op, problem, rank, member)
+                        rows_from(op, problem, rank, member)
+                case Pass() if op.against is not None:
+                    rows_sent(op, problem, rank)
+    return plans

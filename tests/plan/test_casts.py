@@ -1,0 +1,76 @@
+"""Casts: the rows that a chunk's queries see of others, and the work of a call with all that are there."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sp_bench.plan import DKV, DOWN, KV, Chunk, Group, GroupCast, GroupReduce, Problem, Q
+from sp_bench.plan.casts import Casts, most_rows, rows_moved
+from sp_bench.plan.dealers import DEALERS
+from sp_bench.plan.documents import Packed
+from sp_bench.plan.intervals import Runs, regions_between, regions_of_runs
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.regions import RegionKind
+from tests.support.dealing import tokens_of
+from tests.support.packs import packs
+from tests.support.regions import times_computed
+from tests.support.seen import seen
+
+names = st.sampled_from([*LAYOUTS, *DEALERS])
+
+
+@given(packs(), names, st.integers(1, 5), st.data())
+def test_a_call_computes_what_its_queries_see_of_the_rows_there(
+    mask: Packed, name: str, n: int, data: st.DataObject
+) -> None:
+    """By the definition of the mask: rows in order of position, each pair once, and the sizes of its regions."""
+    visible, layout = seen(mask), mask.layout(name)
+    found, chunks = Casts(mask, layout, n), [tokens_of(layout, i, n, mask.seqlen) for i in range(n)]
+    own = data.draw(st.integers(0, n - 1))
+    members = tuple(data.draw(st.lists(st.integers(0, n - 1), min_size=1, unique=True)))
+    keys = found.keys(own, members)
+    rows = [chunks[member][visible[np.ix_(chunks[own], chunks[member])].any(axis=0)] for member in members]
+    assert keys.counts == tuple(map(len, rows)) == tuple(found.counts[own, [*members]])
+    positions = np.concatenate(rows)[keys.order]
+    assert (np.diff(positions) > 0).all()
+    wanted = visible[np.ix_(chunks[own], positions)]
+    np.testing.assert_array_equal(times_computed(keys.regions, *wanted.shape), wanted)
+    for forward in (True, False):
+        work = found.work(own, members, forward=forward)
+        assert work.sizes.pairs.sum() == wanted.sum()
+        assert (work.q_rows, work.kv_rows) == (wanted.any(axis=1).sum(), wanted.any(axis=0).sum())
+    sizes = found.work(own, members, forward=True).sizes
+    assert sizes.q_tokens.tolist() == [len(region.plain.q) for region in keys.regions]
+    assert ((sizes.kind == 0) == [region.kind is RegionKind.FULL for region in keys.regions]).all()
+
+
+@given(packs(most_documents=12), st.data())
+def test_regions_of_runs_are_those_found_query_by_query(mask: Packed, data: st.DataObject) -> None:
+    """The same regions in the same order, whichever positions a block has."""
+    some = st.lists(st.booleans(), min_size=mask.seqlen, max_size=mask.seqlen)
+    q, kv = (np.flatnonzero(data.draw(some)) for _ in range(2))
+    runs = []
+    for positions in (q, kv):
+        before, after = np.diff(positions, prepend=-2), np.diff(positions, append=mask.seqlen + 1)
+        runs.append(Runs(positions[before > 1], positions[after > 1] + 1))
+    first, stop = mask.sees(q)
+    wanted = regions_between(np.searchsorted(kv, first), np.searchsorted(kv, stop))
+    assert regions_of_runs(mask, *runs) == wanted
+
+
+@given(packs(), names, st.integers(1, 5), st.data())
+def test_the_most_rows_of_a_rank(mask: Packed, name: str, n: int, data: st.DataObject) -> None:
+    """What is sent and received is counted rank by rank (rows_moved); buffers are as large as the largest."""
+    problem = Problem(n=n, seqlen=mask.seqlen, heads=2, kv_heads=1, head_dim=8, mask=mask, layout=mask.layout(name))
+    members = tuple(sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1))))
+    q, kv, dkv = (Chunk(tensor, 0, Group(1, n, DOWN)) for tensor in (Q, KV, DKV))
+    for op in (GroupCast("kv", kv, members, q), GroupReduce("dkv", dkv, members, q, 0)):
+        each = [[int(rows_moved(op, problem, rank, u)) for u in members] for rank in range(n)]
+        way = 1 if isinstance(op, GroupCast) else -1
+        arriving = [
+            sum(each[int(op.group.member(rank, way * u))][i] for i, u in enumerate(members)) for rank in range(n)
+        ]
+        assert most_rows(op, problem, sent=True) == max(map(sum, each))
+        assert most_rows(op, problem, sent=False) == max(arriving)

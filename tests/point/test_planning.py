@@ -1,0 +1,99 @@
+"""Planning a pack: what is worked out, and that the time of it is in the record."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+from dataclasses import replace
+
+import pytest
+
+from sp_bench.lower import NCCL
+from sp_bench.methods import build
+from sp_bench.packing import lengths_of
+from sp_bench.plan import casts, demand
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.documents import Documents, PackBlocks
+from sp_bench.plan.ops import Gathered
+from sp_bench.plan.problem import Problem
+from sp_bench.point import planning
+from sp_bench.point.choose import choose
+from sp_bench.point.planning import plan_pack, planning_ms
+from sp_bench.point.simulated import simulate_point
+from sp_bench.resources import conf_content, conf_files
+from tests.support.points import point
+
+ASKED = ("gpus=4", "seqlen=8k", "mask=document", "data=short", "heads=4", "cluster=h100_ndr400", "mode=simulate")
+
+
+def a_pack(n: int, seed: int = 0) -> Documents:
+    files = conf_files("data")
+    return Documents(lengths_of(conf_content(files["magi_attention"], files), 8192 * n, seed))
+
+
+def problem_of(mask: Documents, n: int) -> Problem:
+    layout = mask.layout("contiguous")
+    return Problem(
+        n=n, seqlen=mask.seqlen, heads=64, kv_heads=8, head_dim=128, mask=mask, dtype="bfloat16", layout=layout
+    )
+
+
+@pytest.mark.parametrize("method", ["group_cast", "hybrid_cp", "usp", "ring", "ulysses"])
+def test_a_record_of_documents_has_the_time_of_planning(method: str) -> None:
+    record, choice = simulate_point(point(*ASKED, f"method={method}"))
+    assert record.planning_ms and record.planning_ms > 0
+    again = planning_ms(replace(choice.method, layout=choice.problem.layout.name), choice.problem, COMPUTE_BOUND, NCCL)
+    assert again / 20 < record.planning_ms < 20 * again
+
+
+def test_a_whole_sequence_is_planned_once() -> None:
+    record, _ = simulate_point(point("gpus=4", "seqlen=8k", "method=ring", "mode=simulate"))
+    assert record.planning_ms is None
+
+
+@pytest.mark.parametrize("method", ["group_cast", "hybrid_cp", "usp", "ring", "mesh", "all_gather"])
+def test_planning_finds_the_plans_that_run_and_what_the_first_rank_asks_of_the_mask(method: str) -> None:
+    """An execution after it finds nothing more: neither demand, nor keys, nor regions."""
+    choice = choose(point(*ASKED, f"method={method}", "method.layout=auto"))
+    chosen = replace(choice.method, layout=choice.problem.layout.name)
+    mask = a_pack(4, seed=3)
+    problem = replace(choice.problem, mask=mask, seqlen=mask.seqlen)
+    plans = plan_pack(chosen, problem, COMPUTE_BOUND, NCCL)
+    dealt = chosen.dealt(replace(problem, layout=chosen.layout_of(mask, 4)))
+    assert isinstance(dealt.blocks, PackBlocks)
+    known, keys = dict(dealt.blocks.found), casts._keys.cache_info().misses
+    for phase, plan in plans.items():
+        assert plan.is_program_of(chosen.plan(dealt, phase, COMPUTE_BOUND))
+        assert dealt in demand._CACHE[plan]
+        for op in plan.ops:
+            if isinstance(op, Gathered):
+                casts.keys_of(op, dealt, 0)
+    assert casts._keys.cache_info().misses == keys and dealt.blocks.found == known
+
+
+def test_each_pack_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cache knows a timed pack, though it has the documents of one that was planned."""
+    problem, seen = problem_of(a_pack(4), 4), []
+    plan = planning.plan_pack
+    monkeypatch.setattr(planning, "plan_pack", lambda m, p, c, t: seen.append(p.mask) or plan(m, p, c, t))
+    planning_ms(build("usp", {"ulysses": 2, "layout": "blocks"}), problem, COMPUTE_BOUND, NCCL)
+    assert len(seen) == planning.TIMES
+    assert all(mask.lengths == problem.mask.lengths for mask in seen)  # pyright: ignore[reportAttributeAccessIssue]
+    assert all(mask != other for i, mask in enumerate(seen) for other in [problem.mask, *seen[:i]])
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "most"),
+    [
+        ("group_cast", {"ulysses": 8, "stages": 2, "layout": "balanced"}, 20_000),
+        ("usp", {"ulysses": 8, "layout": "blocks"}, 20_000),
+        ("hybrid_cp", {"layout": "hybrid"}, 100_000),
+    ],
+)
+def test_planning_is_short_on_64_gpus(method: str, options: dict[str, object], most: int) -> None:
+    """512k tokens: by the calls of functions, as times differ from machine to machine."""
+    chosen, mask = build(method, options), a_pack(64)
+    plan_pack(chosen, problem_of(a_pack(64, seed=1), 64), COMPUTE_BOUND, NCCL)
+    with cProfile.Profile() as profile:
+        plan_pack(chosen, problem_of(mask, 64), COMPUTE_BOUND, NCCL)
+    assert pstats.Stats(profile).total_calls < most  # pyright: ignore[reportAttributeAccessIssue]
