@@ -233,7 +233,8 @@ def _most_rows(found: Casts, group: Group, members: tuple[int, ...], n: int, deg
     ranks = np.arange(n)
     # Rows that a rank holds are those of each member; those that it owns, each member's whose #u it is.
     pairs = [(ranks, group.member(ranks, u)) if held else (group.member(ranks, -u), ranks) for u in members]
-    return int(sum(found.counts[queries // degree, keys // degree] for queries, keys in pairs).max())
+    rows = (found.counts[queries // degree, keys // degree] for queries, keys in pairs)
+    return int(sum(rows, np.zeros(n, int)).max())
 
 
 def keys_of(op: Gathered, problem: Problem, rank: int) -> Keys:
