@@ -12,10 +12,11 @@ from sp_bench.account import volume
 from sp_bench.describe import PAPERS_VOLUMES, counted_volumes, describe, main, methods_table
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.mask import WHOLE
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Block
 from sp_bench.plan.tensors import Q
-from sp_bench.point.backing import known
+from sp_bench.point.backing import Kind, known
 from tests.support.problems import all_methods, splittable_problem
 
 
@@ -100,7 +101,9 @@ def test_simulated_steps_have_their_intervals() -> None:
         (found[method],) = [line for line in text.splitlines() if line.startswith("simulated step: ")]
         assert "memory against time" in text or method == "ring"
     low, high = (float(end.strip("[],")) for end in found["ring"].split()[4:6])
-    (error,) = [row.two_of_three for kind, row in known().items() if kind[2:] == ("KV passed on", "NVLink")]
+    (error,) = [
+        row.two_of_three for kind, row in known().items() if kind == ("attention", WHOLE, "KV passed on", "NVLink")
+    ]
     assert high / low == pytest.approx((1 + error) / (1 - error), rel=0.02)
     why = "measurements of KV, Q and outputs passed on over NVLink are of a800"
     assert found["mesh"].split("ms ")[1].startswith(f"(not validated ({why}")

@@ -126,7 +126,7 @@ class Casts:
         found = [
             (chunk, at.start, at.stop)
             for chunk in range(self.chunks)
-            for run in self.layout.ranges(chunk, self.chunks, self.pack.seqlen)
+            for run in filter(None, self.layout.ranges(chunk, self.chunks, self.pack.seqlen))
             for at in ([run] if run.step == 1 else [range(p, p + 1) for p in run])
         ]
         chunk, start, stop = np.array(found, np.int64).T

@@ -96,7 +96,8 @@ class Blocks:
         def attend(run: Execution) -> None:
             run.lap(WAITS)
             forward(run, run.holdings.chunks[kv])
-            sinks(run)
+            if sinks and run.sinks is not None:
+                sinks(run)
 
         return attend if windows else None  # without any the chunks may not have been sent
 
@@ -185,7 +186,8 @@ class Blocks:
             def gathered(run: Execution) -> None:
                 run.lap(WAITS)
                 forward(run, by_position(run.holdings))
-                sinks(run)
+                if sinks and run.sinks is not None:
+                    sinks(run)
 
             return gathered
         dq, *dkv = op.writes
@@ -252,12 +254,13 @@ class Blocks:
                 for pieces, totals, of_side in sides:
                     _fold_parts(held, pieces, totals, of_side)
                 run.lap(FOLDS)
-            sinks(run)
+            if sinks and run.sinks is not None:
+                sinks(run)
 
         return fused if bound else None
 
-    def _sinks(self, *blocks: Attend | AttendBackward) -> Perform:
-        """A call that adds sinks, if there are any, to the outputs of queries that meet their own keys: so once."""
+    def _sinks(self, *blocks: Attend | AttendBackward) -> Perform | None:
+        """A call that adds sinks to the outputs of queries that meet their own keys here: so once. None if none do."""
         degree, rank = self._problem.layout.head_parallel, self._rank
         into = [
             (self._sums.of(block.o), self._heads(block.o))
@@ -267,12 +270,12 @@ class Blocks:
         ]
 
         def sinks(run: Execution) -> None:
-            if run.sinks is not None and into:
-                for total, heads in into:
-                    run.holdings.partials.add_sinks(total, heads(run.sinks))
-                run.lap(FOLDS)
+            assert run.sinks is not None, "only of an execution that has some"
+            for total, heads in into:
+                run.holdings.partials.add_sinks(total, heads(run.sinks))
+            run.lap(FOLDS)
 
-        return sinks
+        return sinks if into else None
 
     def _heads(self, chunk: Chunk) -> Callable[[Tensor], Tensor]:
         """A function that takes the heads of a chunk of queries out of a tensor (H,) of all heads: a view."""

@@ -313,7 +313,7 @@ def refusals() -> list[str]:
         lambda: parallel(layer, q[:, :, :1], q, q, None),
         lambda: parallel(layer, q, q, q, None, dropout=0.1),
         lambda: parallel(layer, q, q, q, None, softcap=30.0),
-        lambda: parallel(layer, q, q, q, None, s_aux=torch.zeros(4)),
+        lambda: parallel(layer, q, q, q, None, position_bias=torch.zeros(4)),
         lambda: parallel(layer, q, q, q, None, sliding_window=4, is_causal=False),
         lambda: parallel.deal(q[0, 0, :1].long(), position_ids=torch.tensor([[0, 1, 3, 0, 1, 2, 3, 4]])),
         lambda: parallel.deal(q[0, 0, :1].long(), position_ids=torch.zeros(3, 1, 8, dtype=torch.long)),

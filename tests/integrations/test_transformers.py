@@ -80,7 +80,7 @@ def test_other_shapes_on_another_rank_are_refused_on_all(ranks: Ranks) -> None:
         assert "seqlen=16" in found[0]
         assert "seqlen=18" in found[0]
         assert "heads=4" in found[1]
-        assert "k and v must be alike" in found[2]
+        assert "k must be like q" in found[2]
         assert not found[3]
 
 
@@ -131,7 +131,7 @@ def test_what_is_not_computed_is_refused() -> None:
         "use_cache=True: 1 queries and 8 keys",
         "attention_dropout=0.1: is not computed",
         "softcap=30.0: is not computed",
-        "s_aux (4,): is not computed",
+        "position_bias (4,): is not computed",
         "the mask that the model makes for its layers: a window of 4 tokens to both sides",
         "position_ids: must count on from 0",
         "position_ids: has shape (3, 1, 8)",
@@ -144,4 +144,4 @@ def test_what_is_not_computed_is_refused() -> None:
         assert message.startswith(begin)
         assert "would work" in message or "known:" in message
         assert "tensor(" not in message
-        assert not any(f"{name}=None would work" in message for name in ("sliding_window", "s_aux", "softcap"))
+        assert not any(f"{name}=None would work" in message for name in ("sliding_window", "position_bias", "softcap"))
