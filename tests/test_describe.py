@@ -101,9 +101,7 @@ def test_simulated_steps_have_their_intervals() -> None:
         (found[method],) = [line for line in text.splitlines() if line.startswith("simulated step: ")]
         assert "memory against time" in text or method == "ring"
     low, high = (float(end.strip("[],")) for end in found["ring"].split()[4:6])
-    (error,) = [
-        row.two_of_three for kind, row in known().items() if kind == ("attention", WHOLE, "KV passed on", "NVLink")
-    ]
+    error = known()[Kind("attention", WHOLE, "KV passed on", "NVLink")].two_of_three
     assert high / low == pytest.approx((1 + error) / (1 - error), rel=0.02)
     why = "measurements of KV, Q and outputs passed on over NVLink are of a800"
     assert found["mesh"].split("ms ")[1].startswith(f"(not validated ({why}")
