@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from sp_bench import records
 from sp_bench.errors import RequestError
 from sp_bench.launch import Launch
+from sp_bench.plan.problem import Problem
 from sp_bench.point import data_parallel
 from sp_bench.point.choose import DeviceMemoryError
 from sp_bench.point.outcome import Outcome
@@ -125,7 +126,7 @@ def run_points(
 
 def _group(request: Request) -> tuple:
     """Equal for points that run together: those that tables compare. Their records are written when all have ended."""
-    problem = {**vars(request.problem), "layout": None}
+    problem = {each.name: getattr(request.problem, each.name) for each in fields(Problem) if each.name != "layout"}
     cluster, devices = request.cluster, request.devices
     model = request.workload.described(request.problem).model
     timed = (request.workload.name, model, request.phase, request.iters, request.warmup)
