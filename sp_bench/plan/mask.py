@@ -111,7 +111,10 @@ class WholeMask(Mask):
         return seqlen * history + self.flops_share * seqlen * (kv_seqlen - history)
 
     def refuse(self, seqlen: int, kv_seqlen: int | None = None) -> None:
-        """Take any number of queries, and of keys as many."""
+        """Raise RequestError for other keys than queries, unless a mask says what queries see of them."""
+        if kv_seqlen not in (None, seqlen):
+            rule = f"mask={self.name} has as many keys as queries, seqlen={seqlen}"
+            raise RequestError(f"kv_seqlen={kv_seqlen}", rule, f"kv_seqlen={seqlen} would work")
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,9 @@ class Full(WholeMask):
 
     def regions(self, q: Positions, kv: Positions) -> Regions:
         return _filled([Region(RegionKind.FULL, range(_count(q)), range(_count(kv)))])
+
+    def refuse(self, seqlen: int, kv_seqlen: int | None = None) -> None:
+        """Take any number of queries and of keys."""
 
     def relation(self, q_chunk, kv_chunk) -> Any:
         return 0 * (q_chunk + kv_chunk)
