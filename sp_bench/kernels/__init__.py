@@ -35,11 +35,10 @@ HOPPER = 9
 __all__ = ["KERNELS", "BlockKernel", "auto_order", "choose", "fold_"]
 
 
-def choose(name: str, device: str, dtype: str, head_dim: int, value_dim: int | None = None) -> BlockKernel:
+def choose(name: str, device: str, dtype: str, head_dim: int) -> BlockKernel:
     """The kernel of that name, or for `auto` the fastest that supports the device, dtype and head_dim.
 
-    It pads values that have fewer elements a head, `value_dim`. `auto` warns of a faster kernel that is there and
-    doesn't support them, which is in the chosen one's `notes`.
+    `auto` warns of a faster kernel that is there and doesn't, which is in the chosen one's `notes`.
     Raises RequestError for an unknown name, or a kernel that doesn't support them.
     """
     if name != "auto":
@@ -47,25 +46,17 @@ def choose(name: str, device: str, dtype: str, head_dim: int, value_dim: int | N
             raise unknown("kernel", name, [*KERNELS, "auto"])
         if why := KERNELS[name].refuses(device, dtype, head_dim):
             raise RequestError(f"kernel={name}", why, "kernel=auto would work")
-        return _for_values(KERNELS[name](), head_dim, value_dim)
+        return KERNELS[name]()
     passed_over: list[str] = []
     for kernel in auto_order(device):
         if not (why := kernel.refuses(device, dtype, head_dim)):
             chosen = kernel()
             chosen.notes = tuple(passed_over)
-            return _for_values(chosen, head_dim, value_dim)
+            return chosen
         if issubclass(kernel, CudaKernel) and device == "cuda" and kernel.is_there():
             passed_over.append(f"kernel=auto passes over {kernel.name}, which is there: {why}")
             warnings.warn(passed_over[-1], stacklevel=2)
     raise RequestError(f"dtype={dtype}", f"no kernel takes it on {device}", "dtype=float32 would work")
-
-
-def _for_values(kernel: BlockKernel, head_dim: int, value_dim: int | None) -> BlockKernel:
-    """The kernel for values of a width."""
-    if value_dim not in (None, head_dim):
-        kernel.value_dim = value_dim
-        kernel.notes = (*kernel.notes, f"{kernel.name} computes values of {value_dim} as values of {head_dim}")
-    return kernel
 
 
 def auto_order(device: str) -> tuple[type[BlockKernel], ...]:

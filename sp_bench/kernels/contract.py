@@ -2,7 +2,8 @@
 
 Shapes: q_BSHD and out_BSHD are (batch, tokens, heads, head_dim), k and v have kv_heads, lse_BHS is (batch, heads,
 tokens). heads must be a multiple of kv_heads; query head h attends to key head h // (heads / kv_heads). Values, outputs
-and their gradients may have fewer elements a head than keys: `value_dim`.
+and their gradients may have fewer elements a head than keys. They are padded with zeros, since not all backends take
+two widths: it changes no result, and takes as long as wide values do.
 """
 
 from __future__ import annotations
@@ -39,9 +40,6 @@ class BlockKernel(ABC):
     """Whether its persistent kernels leave `sm_margin` SMs free."""
     sm_margin: int = 0
     """SMs that its kernels leave to transfers, if it `has_margin`."""
-    value_dim: int | None = None
-    """Elements of a head of values, if they are fewer than those of keys. They are padded with zeros, since not all
-    backends take two widths: it changes no result, and takes as long as wide values do."""
     notes: tuple[str, ...] = ()
     """Notes on its choice for a reader of its times."""
 
@@ -69,18 +67,12 @@ class BlockKernel(ABC):
 
         A row that saw no key is out = 0, lse = -inf. All kinds but FULL need as many keys as queries.
         """
-        if self.value_dim:
-            out, lse = self._block(q, k, _padded(v, k), mask)
-            return self._narrow(out), lse
-        return self._block(q, k, v, mask)
-
-    def _narrow(self, x: Tensor) -> Tensor:
-        return x[..., : self.value_dim].contiguous()
-
-    def _block(self, q: Tensor, k: Tensor, v: Tensor, mask: RegionKind) -> tuple[Tensor, Tensor]:
+        if v.shape[3] < k.shape[3]:
+            out, lse = self.forward(q, k, _padded(v, k), mask)
+            return _narrowed(out, v), lse
         _square(q, k, mask)
         if mask is RegionKind.UPPER:
-            out, lse = self._block(q.flip(1), k.flip(1), v.flip(1), RegionKind.CAUSAL)
+            out, lse = self.forward(q.flip(1), k.flip(1), v.flip(1), RegionKind.CAUSAL)
             return out.flip(1), lse.flip(2)
         if mask is not RegionKind.STRICT and q.shape[1] and k.shape[1]:
             return self._forward(q, k, v, mask is RegionKind.CAUSAL)
@@ -100,18 +92,13 @@ class BlockKernel(ABC):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RegionKind
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`backward`, given an lse that is `harmless`, which rows of many blocks need but once."""
-        if self.value_dim:
-            dq, dk, dv = self._gradients(_padded(dout, q), q, k, _padded(v, k), _padded(out, q), lse, mask)
-            return dq, dk, self._narrow(dv)
-        return self._gradients(dout, q, k, v, out, lse, mask)
-
-    def _gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RegionKind
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        if v.shape[3] < k.shape[3]:
+            dq, dk, dv = self.gradients(_padded(dout, q), q, k, _padded(v, k), _padded(out, q), lse, mask)
+            return dq, dk, _narrowed(dv, v)
         _square(q, k, mask)
         if mask is RegionKind.UPPER:
             dout, q, k, v, out = (x.flip(1) for x in (dout, q, k, v, out))
-            dq, dk, dv = self._gradients(dout, q, k, v, out, lse.flip(2), RegionKind.CAUSAL)
+            dq, dk, dv = self.gradients(dout, q, k, v, out, lse.flip(2), RegionKind.CAUSAL)
             return dq.flip(1), dk.flip(1), dv.flip(1)
         if mask is not RegionKind.STRICT and q.shape[1] and k.shape[1]:
             return self._backward(dout, q, k, v, out, lse, mask is RegionKind.CAUSAL)
@@ -131,12 +118,9 @@ class BlockKernel(ABC):
 
     def forward_pieces(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
         """`forward` of pieces: q, k and v are gathered, and so are (out, lse)."""
-        if self.value_dim:
-            out, lse = self._of_pieces(q, k, _padded(v, k), pieces)
-            return self._narrow(out), lse
-        return self._of_pieces(q, k, v, pieces)
-
-    def _of_pieces(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+        if v.shape[3] < k.shape[3]:
+            out, lse = self.forward_pieces(q, k, _padded(v, k), pieces)
+            return _narrowed(out, v), lse
         if self.takes_varlen(q.shape[3]):
             cu_q, cu_kv = pieces.cumulative(len(q))
             out, lse = self._forward_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), pieces, cu_q, cu_kv)
@@ -148,15 +132,10 @@ class BlockKernel(ABC):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`gradients` of pieces: all tensors are gathered, and so are (dq, dk, dv)."""
-        if self.value_dim:
-            wide = (_padded(dout, q), q, k, _padded(v, k), _padded(out, q), lse)
-            dq, dk, dv = self._gradients_of_pieces(*wide, pieces)
-            return dq, dk, self._narrow(dv)
-        return self._gradients_of_pieces(dout, q, k, v, out, lse, pieces)
-
-    def _gradients_of_pieces(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        if v.shape[3] < k.shape[3]:
+            wide = _padded(dout, q), q, k, _padded(v, k), _padded(out, q)
+            dq, dk, dv = self.gradients_of_pieces(*wide, lse, pieces)
+            return dq, dk, _narrowed(dv, v)
         if self.takes_varlen(q.shape[3]):
             cu_q, cu_kv = pieces.cumulative(len(q))
             flat_dout, flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
@@ -198,6 +177,11 @@ class BlockKernel(ABC):
 def _padded(x: Tensor, like: Tensor) -> Tensor:
     """x with zeros behind the elements of each head, up to as many as another tensor has."""
     return torch.nn.functional.pad(x, (0, like.shape[-1] - x.shape[-1]))
+
+
+def _narrowed(x: Tensor, like: Tensor) -> Tensor:
+    """x without the elements of each head beyond those of another tensor."""
+    return x[..., : like.shape[-1]].contiguous()
 
 
 def _stacked(x: Tensor, pieces: Pieces) -> Tensor:

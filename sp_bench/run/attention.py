@@ -310,7 +310,7 @@ class SequenceParallelAttention(torch.nn.Module):
         assert problem is not None
         plans = _proven(method, problem, self.costs)
         group = (self.group or dist.group.WORLD) if self.n > 1 else None
-        kernel = choose(self.kernel, q.device.type, problem.dtype, problem.head_dim, problem.v_head_dim)
+        kernel = choose(self.kernel, q.device.type, problem.dtype, problem.head_dim)
         shares = share(kernel, plans, q.device)
         transport = transport_for(group, q.device, plans, shares.lane_ctas if shares else None, number)
         return Engine(
@@ -346,10 +346,10 @@ class SequenceParallelAttention(torch.nn.Module):
         if kv_seqlen is None and q.shape[1] != k.shape[1]:
             rule = f"there are {q.shape[1]} queries here, so that the call must say how many keys all ranks have"
             raise RequestError(f"k {tuple(k.shape)}", rule, f"kv_seqlen={k.shape[1] * self.n} would work")
-        for name, x, told in (("seqlen", q, seqlen), ("kv_seqlen", k, kv_seqlen or seqlen)):
+        for name, x, key, told in (("q", q, "seqlen", seqlen), ("k", k, "kv_seqlen", kv_seqlen or seqlen)):
             if uneven := self._cut_unevenly(x, told):
-                rule = f"{self.n} ranks don't share {uneven} tokens evenly, so that the call must say {name}"
-                raise RequestError(f"{'qk'[x is k]} {tuple(x.shape)}", rule, f"{name}={uneven} would work")
+                rule = f"{self.n} ranks don't share {uneven} tokens evenly, so that the call must say {key}"
+                raise RequestError(f"{name} {tuple(x.shape)}", rule, f"{key}={uneven} would work")
         return Problem(
             n=self.n,
             seqlen=seqlen or q.shape[1] * self.n,

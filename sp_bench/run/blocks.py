@@ -272,7 +272,7 @@ class Blocks:
         def sinks(run: Execution) -> None:
             assert run.sinks is not None, "only of an execution that has some"
             for total, heads in into:
-                run.holdings.partials.add_sinks(total, heads(run.sinks))
+                run.holdings.partials.add_sinks(total, heads(run.sinks.scores))
             run.lap(FOLDS)
 
         return sinks if into else None
@@ -314,10 +314,10 @@ class Blocks:
         def bundle(run: Execution) -> None:
             made = _by_name(run.holdings, op)
             run.holdings.put(op.into, made)
-            if heads and run.sinks is not None and run.of_sinks is not None:
+            if heads and run.sinks is not None:
                 run.lap(WAITS)
                 _, out, dout, lse = made
-                heads(run.of_sinks).add_(of_sinks(heads(run.sinks), out, dout, lse))
+                heads(run.sinks.gradient).add_(of_sinks(heads(run.sinks.scores), out, dout, lse))
                 run.lap(FOLDS)
 
         return bundle

@@ -21,6 +21,7 @@ from sp_bench.plan.tensors import Tensor as ChunkTensor
 from sp_bench.run.blocks import of_sinks
 from sp_bench.run.buffers import Arena, Borrowed, Buffers
 from sp_bench.run.devices import Cuda, Device
+from sp_bench.run.execution import Sinks
 from sp_bench.run.executor import Action, Executor, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.partials import Tensors
@@ -62,9 +63,7 @@ class Engine:
         """
         self.plans, self.problem, self.shares, self.words, self._timed = plans, problem, shares, words, timed
         chosen = isinstance(kernel, BlockKernel)
-        self.kernel = (
-            kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim, problem.v_head_dim)
-        )
+        self.kernel = kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim)
         self.transport = transport or GlooTransport(None)
         self._rank, self._device = rank, device
         lent = arena is not None and not self.transport.makes_memory
@@ -90,7 +89,8 @@ class Engine:
 
         `sinks`, (H,) in the dtype of statistics, are scores that each row's softmax has besides those of keys.
         """
-        found = self._run("forward", {Q: (q,), KV: (k, v)}, action, live, sinks)
+        sunk = None if sinks is None else Sinks.of(sinks)
+        found = self._run("forward", {Q: (q,), KV: (k, v)}, action, live, sunk)
         out, *lse = found.pop(O, None) or found.pop(OUT)
         if "backward" in self.plans:
             lse = [harmless(x) for x in lse]
@@ -114,16 +114,15 @@ class Engine:
         if ODOQ in saved:
             q, out, lse = saved[ODOQ]
             inputs[ODOQ] = (q, out, dout, lse)
-        found = self._run("backward", inputs, action, live, sinks)
+        sunk = None if sinks is None else Sinks.of(sinks)
+        found = self._run("backward", inputs, action, live, sunk)
         gradients = (*found[DQ], *found[DKV])
-        if sinks is None:
+        if sunk is None:
             return gradients
-        if ODOQ in inputs:
-            _, out, _, lse = inputs[ODOQ]
-            return *gradients, of_sinks(sinks, out, dout, lse)
-        by_heads = self._executor("backward").of_sinks
-        assert by_heads is not None, "a backward that is not given odoq makes it by heads"
-        return *gradients, by_heads
+        if ODOQ not in inputs:  # it is made by heads, and the gradient of sinks with it
+            return *gradients, sunk.gradient
+        _, out, _, lse = inputs[ODOQ]
+        return *gradients, of_sinks(sunk.scores, out, dout, lse)
 
     @property
     def kernel_name(self) -> str:
@@ -134,7 +133,9 @@ class Engine:
     def notes(self) -> tuple[str, ...]:
         """Notes on its kernels for a reader of its times."""
         of_shares = (self.shares.note,) if self.shares and self.shares.note else ()
-        return (*self.kernel.notes, *of_shares, *fold_notes(self._device))
+        narrow, wide = self.problem.v_head_dim, self.problem.head_dim
+        of_values = (f"{self.kernel.name} computes values of {narrow} as values of {wide}",) if narrow else ()
+        return (*self.kernel.notes, *of_values, *of_shares, *fold_notes(self._device))
 
     def spent(self, phase: str) -> Spent:
         """Time breakdown of the phase's last execution. On a GPU, synchronize first."""
@@ -167,7 +168,7 @@ class Engine:
         return self._executors[phase]
 
     def _run(
-        self, phase: str, inputs: Saved, action: Action, live: LiveBytes | None, sinks: Tensor | None = None
+        self, phase: str, inputs: Saved, action: Action, live: LiveBytes | None, sinks: Sinks | None = None
     ) -> Saved:
         """Run a phase on its input tensors by chunk type; return its results likewise, in the compute dtype."""
         plan = self.plans[phase]

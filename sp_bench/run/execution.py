@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,20 @@ class Spent:
     """Time waiting for transfers and, on a GPU, for the caller to queue the next operation."""
     caller_s: float = 0.0
     """Time of the calling thread: on a GPU the time to queue all work, on a CPU the whole execution."""
+
+
+class Sinks(NamedTuple):
+    """Scores that each row's softmax has besides those of keys."""
+
+    scores: Tensor
+    """By head, in the dtype of statistics: (H,)."""
+    gradient: Tensor
+    """Their gradient (H,), to which a backward adds that of the outputs that this rank has by heads."""
+
+    @classmethod
+    def of(cls, scores: Tensor) -> Self:
+        """The sinks with nothing in their gradient."""
+        return cls(scores, torch.zeros_like(scores))
 
 
 WAITS, KERNELS, FOLDS, REST = "waits_s", "kernels_s", "folds_s", "rest_s"
@@ -66,15 +80,13 @@ class Execution:
         timed: bool,
         on_host: bool,
         live: LiveBytes | None = None,
-        sinks: Tensor | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         """`timed` marks where laps end: on a GPU by events, `on_host` by its clock. `live` records the memory held.
 
-        `sinks` are the scores of all heads, (H,), that each row's softmax has besides those of keys.
+        Each row's softmax has `sinks` besides the scores of keys.
         """
         self.sinks = sinks
-        self.of_sinks = torch.zeros_like(sinks) if sinks is not None else None
-        """Their gradient, as far as blocks by heads have it."""
         self.holdings, self.marks = Holdings(inputs, sums, device), Marks(clock)
         self._live, self._buffers = live, buffers
         self._mark: Callable[[], Any] | None = clock.mark if timed else None

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from enum import Enum
 
 import torch
-from torch import Tensor
 from torch.autograd import profiler as autograd_profiler
 
 from sp_bench.kernels import BlockKernel
@@ -24,7 +23,7 @@ from sp_bench.run.annotations import annotation
 from sp_bench.run.blocks import Blocks, Perform
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.devices import Device
-from sp_bench.run.execution import WAITS, Execution, Marks, Spent
+from sp_bench.run.execution import WAITS, Execution, Marks, Sinks, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.lanes import Lanes
 from sp_bench.run.partials import Sums, Tensors
@@ -72,8 +71,6 @@ class Executor:
         self._programs: dict[Action, list[Perform]] = {}
         self._last_marks = Marks(self._streams.clock)
         """Those of the last execution."""
-        self.of_sinks: Tensor | None = None
-        """The gradient of the last execution's sinks, as far as it is by heads: (H,)."""
 
     def __call__(
         self,
@@ -81,12 +78,11 @@ class Executor:
         action: Action = Action.EVERYTHING,
         live: LiveBytes | None = None,
         results: Mapping[Chunk, Tensors] | None = None,
-        sinks: Tensor | None = None,
+        sinks: Sinks | None = None,
     ) -> dict[Chunk, Tensors]:
         """Run the plan on its input chunks and return its output chunks; partials keep the accumulation dtype.
 
-        Transfers that end with a chunk of `results` write it there. `sinks`, (H,), are scores that each row's softmax
-        has besides those of keys; of a backward by heads, `of_sinks` has their gradient afterwards.
+        Transfers that end with a chunk of `results` write it there. Each row's softmax has `sinks`, too.
 
         On a GPU the results are ready on the caller's stream, not yet on the host. `live` records the memory held
         after each block. Raises what a transfer raises (RuntimeError from torch.distributed if a peer fails or times
@@ -108,7 +104,6 @@ class Executor:
                             call(execution)
                 else:
                     self._run(program, execution, compute=action is Action.EVERYTHING)
-            self.of_sinks = execution.of_sinks
             return {chunk: execution.holdings.packed(chunk) for chunk in self._plan.ends_with}
         finally:
             execution.marks.caller_s = time.perf_counter() - started

@@ -185,7 +185,7 @@ def make_engine(
     if spec.peer:
         return PeerEngine(spec.peer, problem, spec.executed, context.device)
     plans = plans or spec.plans
-    kernel = choose(spec.kernel, context.device.type, problem.dtype, problem.head_dim, problem.v_head_dim)
+    kernel = choose(spec.kernel, context.device.type, problem.dtype, problem.head_dim)
     shares = share(kernel, plans, context.device, spec.sm_margin)
     rank, transport = context.rank, None
     if spec.alone is not None:
