@@ -7,7 +7,8 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Set
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,19 +30,20 @@ class Kept(NamedTuple):
 class Offload:
     """Copies saved tensors of one device to the host, and back."""
 
-    def __init__(self, device: torch.device, stays: Callable[[Tensor], bool], least_bytes: int = LEAST_BYTES) -> None:
-        """`stays` says of a saved tensor whether it is a parameter or one of its shards."""
-        self._device, self._stays, self._least_bytes = device, stays, least_bytes
+    def __init__(self, device: torch.device, least_bytes: int = LEAST_BYTES) -> None:
+        self._device, self._least_bytes = device, least_bytes
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.copied_bytes = 0
         """Bytes copied to the host so far."""
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """A context in which what autograd saves goes to the host."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+    def hooks(self, parameters: Iterable[Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
+        """A context in which what autograd saves goes to the host, but for parameters (or this rank's shards of them)
+        and views of these."""
+        stay = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        return torch.autograd.graph.saved_tensors_hooks(partial(self._pack, stay), self._unpack)
 
-    def _pack(self, x: Tensor) -> Tensor | Kept:
-        if x.nbytes < self._least_bytes or self._stays(x):
+    def _pack(self, stay: Set[int], x: Tensor) -> Tensor | Kept:
+        if x.nbytes < self._least_bytes or x.untyped_storage().data_ptr() in stay:
             return x
         self.copied_bytes += x.nbytes
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=self._stream is not None)

@@ -67,7 +67,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.states.parameters, training.learning_rate, BETAS, EPSILON, weight_decay=WEIGHT_DECAY
         )
-        self.offload = Offload(device, self._stays) if training.offload else None
+        self.offload = Offload(device) if training.offload else None
         lengths = getattr(problem.mask, "lengths", None) if problem.mask.name == "document" else None
         self._lengths = lengths
         self._mine = positions(problem.layout, rank, problem.n, problem.seqlen)
@@ -88,7 +88,8 @@ class Trainer:
 
     def hidden(self, batch: Batch, attention: Differentiable) -> Tensor:
         """The hidden states of this rank's tokens: (B, S, M). What the backward needs goes to the host, if asked."""
-        with self.offload.hooks() if self.offload else nullcontext():
+        own = map(self.states.local, self.network.parameters())
+        with self.offload.hooks(own) if self.offload else nullcontext():
             return self.network(
                 batch.inputs,
                 self.positions_S,
@@ -96,11 +97,6 @@ class Trainer:
                 self.training.recompute,
                 batch.times_B,
             )
-
-    def _stays(self, x: Tensor) -> bool:
-        """Whether a saved tensor is a parameter, or a view of one."""
-        held = {self.states.local(p).untyped_storage().data_ptr() for p in self.network.parameters()}
-        return x.untyped_storage().data_ptr() in held
 
     def loss(self, hidden_BSM: Tensor, batch: Batch) -> Tensor:
         """This rank's part of the loss: those of all ranks add up to the mean over all tokens."""

@@ -31,7 +31,7 @@ def trained(trainer: Trainer) -> list[Tensor]:
 def test_gradients_are_those_without_it_and_parameters_stay(recompute: str) -> None:
     spec = training("gpus=1", "method=reference", f"train.recompute={recompute}")
     plain, moved = trainer_of(spec, 0), trainer_of(spec, 0)
-    moved.offload = Offload(CPU, moved._stays, least_bytes=1)  # as Trainer makes it, for small tensors
+    moved.offload = Offload(CPU, least_bytes=1)  # as Trainer makes it, for small tensors
     wanted, found = trained(plain), trained(moved)
     assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
     kept = 2 * 64 * 64 * 8  # the inputs of two layers, in fp64
@@ -43,9 +43,9 @@ def test_gradients_are_those_without_it_and_parameters_stay(recompute: str) -> N
 
 def test_small_tensors_and_parameters_are_saved_as_they_are() -> None:
     weight = torch.randn(8, 8, requires_grad=True)
-    offload = Offload(CPU, lambda x: x.data_ptr() == weight.data_ptr(), least_bytes=100)
+    offload = Offload(CPU, least_bytes=100)
     x, small = torch.randn(8, 8, requires_grad=True), torch.randn(4, requires_grad=True)
-    with offload.hooks():
+    with offload.hooks([weight]):
         loss = (x @ weight).square().sum() + (small * small).sum()
     assert offload.copied_bytes == 2 * 8 * 8 * 4, "x, and the product that is squared"
     x_before = x.detach().clone()
