@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
+import numpy as np
 
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.cluster import ClusterSection
@@ -74,6 +75,13 @@ class Backing(NamedTuple):
     """The implementation that was measured, a name of conf/implementation."""
     clusters: Mapping[str, str | None]
     """The clusters that were measured, with their figures (figures_of); None where those are not in conf/cluster."""
+
+    @classmethod
+    def of(cls, kind: Kind, errors: Any, implementation: str, clusters: Mapping[str, str | None]) -> Self:
+        """The backing by the errors, simulated / measured - 1, of the points of a kind."""
+        off = np.abs(np.asarray(errors, float))
+        median, two_of_three = (round(float(np.quantile(off, part)), 4) for part in (0.5, 2 / 3))
+        return cls(kind, median, two_of_three, off.size, implementation, clusters)
 
     def words(self, *more: str) -> str:
         """The measurements and how far off their simulations were, with what else is to be said."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from sp_bench.cli.arguments import only_keys, run_command, writable_folder
+from sp_bench.cli.arguments import run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster.variable import FLOPS_PER_PAIR
 from sp_bench.extras import require
@@ -31,8 +31,9 @@ from sp_bench.point import resolve
 from sp_bench.point.backing import FILE, PACKS, TELLING, Backing, Kind, kind_of, known, written
 from sp_bench.point.choose import choose
 from sp_bench.resources import conf_content, conf_files
+from sp_bench.validate.files import folder_of, rows_of
 from sp_bench.validate.order import Row, count_in_order
-from sp_bench.validate.published import figures_with, rows_of
+from sp_bench.validate.published import figures_with
 from sp_bench.workload.attention import Attention
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _documents(arguments: list[str]) -> int:
     require("analysis", "validating")
-    out = writable_folder("out", only_keys(arguments, {"out": "docs/results"}).get("out", "docs/results"))
+    out = folder_of(arguments)
     found = simulated(bars())
     found.to_csv(out / "published_documents.csv", index=False)
     FILE.write_text(written([*(row for kind, row in known().items() if kind.mask != PACKS), *backing(found)]))
@@ -132,12 +133,10 @@ def backing(found: pd.DataFrame) -> list[Backing]:
     rows = []
     for kinds, group in found.groupby(["transfers", "links"]):
         kind = Kind(Attention.name, PACKS, *map(str, cast(tuple, kinds)))
-        off = np.abs(group["error_left_out"].to_numpy())
-        median, two_of_three = (round(float(np.quantile(off, part)), 4) for part in (0.5, 2 / 3))
         implementations = [POINTS[name].partition("implementation=")[2] for name in group["method"]]
         implementation = max(implementations, key=implementations.count)
         clusters = {CLUSTER: figures_with(CLUSTER, KERNEL, "bfloat16", kind)}
-        rows.append(Backing(kind, median, two_of_three, off.size, implementation, clusters))
+        rows.append(Backing.of(kind, group["error_left_out"], implementation, clusters))
     return rows
 
 

@@ -11,14 +11,11 @@ analysis.reproduce study=published` makes the page.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
-from sp_bench.cli.arguments import only_keys, run_command, writable_folder
+from sp_bench.cli.arguments import run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster.implementation import OURS
 from sp_bench.extras import require
@@ -26,8 +23,9 @@ from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.point import resolve
 from sp_bench.point.backing import FILE, PACKS, TELLING, Backing, Kind, figures_of, known, transfers_of, written
 from sp_bench.point.choose import plans_of
-from sp_bench.resources import PACKAGE, conf_files, place
+from sp_bench.resources import PACKAGE, conf_files
 from sp_bench.validate import machine, steps
+from sp_bench.validate.files import folder_of, rows_of
 from sp_bench.validate.left_out import LeftOut, simulation
 from sp_bench.validate.order import Row, count_in_order
 from sp_bench.workload.attention import Attention
@@ -35,7 +33,6 @@ from sp_bench.workload.attention import Attention
 if TYPE_CHECKING:
     import pandas as pd
 
-DATA = place("analysis/published")
 CLUSTERS = {
     "A100": "a100_hdr200",
     "A800": "a800",
@@ -59,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _published(arguments: list[str]) -> int:
     require("analysis", "validating")
-    out = writable_folder("out", only_keys(arguments, {"out": "docs/results"}).get("out", "docs/results"))
+    out = folder_of(arguments)
     found = both()
     found.to_csv(out / "published.csv", index=False)
     of_packs = [row for kind, row in known().items() if kind.mask == PACKS]
@@ -67,12 +64,6 @@ def _published(arguments: list[str]) -> int:
     FILE.write_text(written(rows))
     print(f"{out / 'published.csv'}: {len(found)} points; {FILE}: {len(rows)} kinds of points")
     return 0
-
-
-def rows_of(name: str) -> list[dict[str, str]]:
-    """The rows of a file of analysis/published, as its columns."""
-    with (DATA / f"{name}.csv").open() as file:
-        return list(csv.DictReader(file))
 
 
 def measurements() -> list[dict[str, str]]:
@@ -202,11 +193,9 @@ def _backing(found: pd.DataFrame, column: str, implementation: str) -> list[Back
     rows = []
     for kinds, group in found.assign(mask=masks).groupby(["mask", "transfers", "links"]):
         mask, transfers, links = map(str, cast(tuple, kinds))
-        off = np.abs(np.array(group[column], float))
-        median, two_of_three = (round(float(np.quantile(off, part)), 4) for part in (0.5, 2 / 3))
         kind = Kind(Attention.name, mask, transfers, links)
         clusters = {str(name): _figures(str(name), rows, kind) for name, rows in group.groupby("cluster")}
-        rows.append(Backing(kind, median, two_of_three, off.size, implementation, clusters))
+        rows.append(Backing.of(kind, group[column], implementation, clusters))
     return rows
 
 

@@ -14,28 +14,24 @@ backward, and its update.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-import numpy as np
-
 from sp_bench import markdown
-from sp_bench.cli.arguments import only_keys, run_command, writable_folder
+from sp_bench.cli.arguments import run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.cli.words import tokens
 from sp_bench.extras import require
 from sp_bench.point import resolve
 from sp_bench.point.backing import Backing, Kind, figures_of
 from sp_bench.point.training import simulate_training
-from sp_bench.resources import place
+from sp_bench.validate.files import folder_of, rows_of
 from sp_bench.workload.train import Train
 
 if TYPE_CHECKING:
     import pandas as pd
 
-DATA = place("analysis/published/steps.csv")
 SOURCES = {"torchtitan": "torchtitan", "NeMo": "NeMo", "trl": "TRL", "transformers": "TRL"}
 """The short names of sources, by a word of theirs. TRL's example is measured in transformers' pull requests too."""
 
@@ -65,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _steps(arguments: list[str]) -> int:
     require("analysis", "validating")
-    out = writable_folder("out", only_keys(arguments, {"out": "docs/results"}).get("out", "docs/results"))
+    out = folder_of(arguments)
     found = simulated(steps())
     found.to_csv(out / "published_steps.csv", index=False)
     print(f"{out / 'published_steps.csv'}: {len(found)} steps\n\n{table(found)}\n\n{words(found)}")
@@ -74,8 +70,7 @@ def _steps(arguments: list[str]) -> int:
 
 def steps() -> list[dict[str, str]]:
     """The published steps, as the columns of their file."""
-    with DATA.open() as file:
-        return list(csv.DictReader(file))
+    return rows_of("steps")
 
 
 def source_of(row: Mapping[str, str]) -> str:
@@ -85,13 +80,18 @@ def source_of(row: Mapping[str, str]) -> str:
 
 def overrides(row: Mapping[str, str], *, left_out: bool = False) -> tuple[str, ...]:
     """The point of a row, as arguments of `python -m sp_bench`; `left_out`: as without what was chosen with it."""
-    asked = dict(key.split("=", 1) for key in row["variant"].split())
+    asked = _keys(row["variant"])
     if left_out:
-        asked |= dict(key.split("=", 1) for key in row["left_out"].split())
+        asked |= _keys(row["left_out"])
     given = {key: row[key] for key in ("model", "method", "cluster", "gpus", "seqlen")}
     fixed = {"mode": "simulate", "logger": "none", "dtype": "bfloat16", "trace": "0", "baseline": "null"}
     fixed["cluster.device.memory_bytes"] = NO_LIMIT
     return tuple(f"{key}={value}" for key, value in {**given, **asked, **fixed}.items())
+
+
+def _keys(words: str) -> dict[str, str]:
+    """The values of key=value words by key."""
+    return dict(word.split("=", 1) for word in words.split())
 
 
 def simulation(row: Mapping[str, str], *, left_out: bool = False) -> Step:
@@ -122,7 +122,7 @@ def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
     found = []
     for row in rows:
         here, without = simulation(row), simulation(row, left_out=True)
-        kernel = dict(key.split("=", 1) for key in row["variant"].split())["kernel"]
+        asked = _keys(row["variant"])
         measured_s = float(row["measured_ms"]) / 1e3
         found.append(
             {
@@ -130,8 +130,8 @@ def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
                 **{name: row[name] for name in ("hardware", "gpus", "model", "seqlen", "method", "variant")},
                 "stages": row["stages"],
                 "cluster": row["cluster"],
-                "kernel": kernel,
-                "implementation": "torch_context_parallel" if "torch_context" in row["variant"] else "published",
+                "kernel": asked["kernel"],
+                "implementation": asked["implementation"],
                 "transfers": here.kind.transfers,
                 "links": here.kind.links,
                 "mask": here.kind.mask,
@@ -184,10 +184,8 @@ def backing(found: pd.DataFrame) -> list[Backing]:
     for kinds, steps_of in found.groupby(["mask", "transfers", "links", "implementation"]):
         mask, transfers, links, implementation = map(str, cast(tuple, kinds))
         kind = Kind(Train.name, mask, transfers, links)
-        off = np.abs(steps_of["error_left_out"].to_numpy(float))
-        if len(off) < max(LEAST, rows[kind].points + 1 if kind in rows else 0):
+        if len(steps_of) < max(LEAST, rows[kind].points + 1 if kind in rows else 0):
             continue
         figures = {f"{r['cluster']} ({r['kernel']})": r["figures"] for r in steps_of.to_dict("records")}
-        median, two_of_three = (round(float(np.quantile(off, part)), 4) for part in (0.5, 2 / 3))
-        rows[kind] = Backing(kind, median, two_of_three, len(off), implementation, figures)
+        rows[kind] = Backing.of(kind, steps_of["error_left_out"], implementation, figures)
     return [rows[kind] for kind in sorted(rows)]
