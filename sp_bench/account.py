@@ -27,8 +27,6 @@ from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.plan.tensors import DKV, DO, DQ, KV, OUT, Kind, O, Q, Tensor, named
 from sp_bench.plan.transfers import messages, peers
 
-"""Backward FLOPs over forward FLOPs: five matrix products against two."""
-
 
 @dataclass(frozen=True)
 class Volume:

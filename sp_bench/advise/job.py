@@ -13,6 +13,7 @@ from sp_bench.advise.workers import Map
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.plan.method import Method
+from sp_bench.plan.patterns import divisors
 from sp_bench.point import resolve
 from sp_bench.point.backing import TELLING
 from sp_bench.point.training import simulate_chosen
@@ -192,10 +193,10 @@ def splits(config: Mapping[str, Any]) -> list[Split]:
     batch_tokens = gpus * batch * seqlen if asked is None else read(Tokens, asked, "train.batch_tokens")
     node = config["cluster"].get("gpus_per_node") or gpus
     found = []
-    for tensor in _divisors(gpus):
+    for tensor in divisors(gpus):
         if tensor > min(node, TENSOR_MOST) or any(size % tensor for size in sizes):
             continue
-        for data in _divisors(gpus // tensor):
+        for data in divisors(gpus // tensor):
             size = gpus // data
             alike = data == 1 or size % node == 0 or node % size == 0
             if alike and batch_tokens % (data * batch * seqlen) == 0:
@@ -231,7 +232,3 @@ def _tried(config: Mapping[str, Any]) -> tuple[Method, Record] | RequestError:
     except RequestError as error:
         return error
     return choice.method, record
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -154,8 +154,7 @@ def goes_in_place(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) ->
     """Whether an AllToAll can send from, or receive into, the chunk by heads without a staging buffer.
 
     It can if the pieces are contiguous there, as those of a history and of new keys are not, and held in their wire
-    dtype. The chunk by tokens, which has all heads of
-    a token together, always needs packing or unpacking.
+    dtype. The chunk by tokens, which has all heads of a token together, always needs packing or unpacking.
     """
     chunk = op.recv if op.to_heads else op.send
     held = (problem.field_dtype(field, wire=False, summed=chunk not in unsummed) for field in chunk.tensor.fields)

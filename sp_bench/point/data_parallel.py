@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sp_bench.errors import RequestError
+from sp_bench.plan.patterns import divisors
 from sp_bench.point.request import resolve
 from sp_bench.point.training import simulate_training
 from sp_bench.reading import Count, read
@@ -36,10 +37,11 @@ def chosen(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["seqlen"] == "max":
         rule = "needs a length, which seqlen=max doesn't give"
         raise RequestError("train.data_parallel=auto", rule, "train.data_parallel=1 would work")
-    gpus, degree = (read(Count, value, key) for value, key in _sizes(config))
+    gpus, degree = read(Count, config["gpus"], "gpus"), config["train"]["tensor_parallel"]
+    degree = read(Count, degree, "train.tensor_parallel")
     best: tuple[float, int] | None = None
     refused: RequestError | None = None
-    for groups in (d for d in range(1, gpus // degree + 1) if gpus // degree % d == 0):
+    for groups in divisors(gpus // degree):
         found = _simulated(with_groups(config, groups))
         if isinstance(found, RequestError):
             refused = refused or found
@@ -49,10 +51,6 @@ def chosen(config: Mapping[str, Any]) -> dict[str, Any]:
         assert refused is not None
         raise refused
     return with_groups(config, best[1])
-
-
-def _sizes(config: Mapping[str, Any]) -> list[tuple[Any, str]]:
-    return [(config["gpus"], "gpus"), (config["train"]["tensor_parallel"], "train.tensor_parallel")]
 
 
 def _simulated(config: Mapping[str, Any]) -> Record | RequestError:

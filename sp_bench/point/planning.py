@@ -40,6 +40,7 @@ def planning_ms(method: Method, problem: Problem, costs: CostProfile, transport:
 def _planning_s(method: Method, problem: Problem, costs: CostProfile, transport: TransportKind) -> float:
     mask = problem.mask
     assert isinstance(mask, Packed), "whole sequences are planned once"
+    # Of a class of its own no cache knows it.
     new: Packed = type(mask.__class__.__name__, (type(mask),), {})(mask.lengths, mask.causal, mask.left, mask.right)
     started = time.perf_counter()
     plan_pack(method, replace(problem, mask=new), costs, transport)

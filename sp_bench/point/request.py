@@ -19,6 +19,7 @@ from sp_bench.lower import TransportKind, TransportOptions
 from sp_bench.machine import Devices, cores_here, free_bytes
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.method import CollectiveMethod, Method
+from sp_bench.plan.patterns import divisors
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import KV, Q
 from sp_bench.point import unread
@@ -249,7 +250,7 @@ def _problem(given: Given, method: Method | Peer, tensor_parallel: int, data_par
     if rest:
         groups = values.gpus // tensor_parallel
         beside = f" / train.tensor_parallel={tensor_parallel}" if tensor_parallel > 1 else ""
-        choices = ", ".join(str(d) for d in range(1, groups + 1) if groups % d == 0)
+        choices = ", ".join(map(str, divisors(groups)))
         rule = f"must divide gpus={values.gpus}{beside}"
         raise RequestError(f"train.data_parallel={data_parallel}", rule, f"{choices} would work")
     shape |= {key: shape[key] // tensor_parallel for key in ("heads", "kv_heads")}
