@@ -76,7 +76,7 @@ def test_nothing_sends_less_than_the_lower_bound(n: int, causal: bool) -> None:
     [(True, 200, 8), (True, 57, 4), (True, 16, 2), (False, 16, 8), (False, 24, 6), (False, 333, 8)],
 )
 def test_bounds_and_closed_forms_with_other_keys(causal: bool, kv_seqlen: int, v_head_dim: int) -> None:
-    """What plans send is the closed form, in chunks of queries and of keys, and no less than either bound."""
+    """Plans send the closed form, in chunks of queries and of keys, and no less than either bound."""
     for layout, kv_heads in itertools.product(LAYOUTS, (8, 2)):
         shape = {"heads": 16, "kv_heads": kv_heads, "kv_seqlen": kv_seqlen, "v_head_dim": v_head_dim}
         p = replace(splittable_problem(8, layout, causal=causal), **shape)

@@ -29,32 +29,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
-from sp_bench.advise import job, job_words, plots
+from sp_bench.advise import job, job_words, packs_words, plots
 from sp_bench.advise.candidates import Answer, Question, answer
 from sp_bench.advise.changes import Change, changes
 from sp_bench.advise.code import Wanted
 from sp_bench.advise.flags import FRAMEWORKS, settings
-from sp_bench.advise.packs import SLOWER, Packs, PacksAnswer, answer_for_packs, packs_of, rank_table
+from sp_bench.advise.packs import Packs, answer_for_packs, packs_of
 from sp_bench.advise.workers import workers
 from sp_bench.cli.arguments import flag, run_command
 from sp_bench.cli.columns import make_console, print_columns
-from sp_bench.cli.words import amount, over_least, widths
+from sp_bench.cli.words import amount, over_least
 from sp_bench.errors import RequestError
-from sp_bench.measure.stats import summarise
 from sp_bench.methods import REGISTRY
 from sp_bench.point.unread import unread
-from sp_bench.records import Record
 from sp_bench.terminal import fitted, say
 
 UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
 ALL = "--all"
 WHERE_THERE_IS_ROOM = ("interval", "MFU", "peak mem", "/ least", "bound by", "layout", "sent/GPU", "least, own split")
 """Columns that are left out of a table that would be too wide, those that matter most first."""
-WHERE_THERE_IS_ROOM_FOR_PACKS = ("balance", "fastest on", "peak mem", "layout", "95% of it", "worst balance")
 OWN = ("memory", "plots", "changes", "packs")
 BATCH = "batch_tokens"
 NOT_ADVISED = ("method", "mode", "workload", "impl", "baseline", "alone")
@@ -114,13 +110,13 @@ def _advise_packs(
     with workers() as mapped, _progress() as done:
         found = answer_for_packs(Question(overrides), packs, memory_bytes=memory_bytes, mapped=mapped, done=done)
     data = next((each for each in overrides if each.startswith("data=")), f"data={found.config['data']['kind']}")
-    said(console, heading_of_packs(found, data))
+    said(console, packs_words.heading(found, data))
     bold = {i for i, each in enumerate(found.methods) if each in found.tied}
-    print_columns(console, ranking_of_packs(found), () if every else WHERE_THERE_IS_ROOM_FOR_PACKS, bold=bold)
-    if table := rank_table(found.methods):
+    print_columns(console, packs_words.ranking(found), () if every else packs_words.WHERE_THERE_IS_ROOM, bold=bold)
+    if table := packs_words.rank_table(found.methods):
         said(console, ["", "Ranks that have tokens of a document, by its length in tokens:"])
         print_columns(console, {"length": table.pop("method"), **table})
-    said(console, too_slow(found))
+    said(console, packs_words.too_slow(found))
     first = Answer(found.config, [each.feasible for each in found.methods], found.refused)
     said(console, [*backing(first), *reasons(first)])
     for line in how_to(first):
@@ -150,46 +146,6 @@ def _advise_job(arguments: Sequence[str], batch_tokens: str) -> int:
     return 0
 
 
-def heading_of_packs(found: PacksAnswer, data: str) -> list[str]:
-    """The request, the answer by all packs, and what packs don't tell from it."""
-    record, first, seeds = found.methods[0].feasible.record, found.methods[0], found.packs.seeds
-    drawn = f"{len(seeds)} packs of {record.seqlen:,} tokens from {data} (seeds {seeds[0]} to {seeds[-1]})"
-    lines = [f"{drawn}, {_shape(record)}. All times are simulated.", ""]
-    wins = f"the fastest on {found.wins(first)} of {len(seeds)} packs"
-    lines.append(f"{first.name} has the least median step, and is {wins}.")
-    if others := [each.name for each in found.tied if each is not first]:
-        lines.append(f"These packs don't tell it from: {', '.join(others)}.")
-    chosen = f"on the pack of middle work (seed {found.packs.middle}) or of most (seed {found.packs.heaviest})"
-    balance = "Balance is the time that the busiest rank computes over the mean."
-    lines.append(f"Degrees and layouts are the fastest {chosen}. {balance}")
-    return [*lines, *(f"note: {note}" for note in record.notes or ())]
-
-
-def ranking_of_packs(found: PacksAnswer) -> dict[str, list[str]]:
-    """The columns of the methods on all packs, that with the least median first."""
-    methods = found.methods
-    return {
-        "method": [each.name for each in methods],
-        "layout": [each.feasible.record.layout or "-" for each in methods],
-        "median, ms": [f"{each.median_ms:,.1f}" for each in methods],
-        "95% of it": ["{0.ci95_low:,.1f} to {0.ci95_high:,.1f}".format(summarise(each.steps_ms)) for each in methods],
-        "worst, ms": [f"{each.steps_ms.max():,.1f}" for each in methods],
-        "balance": [f"{np.median(each.balance):.2f}" for each in methods],
-        "worst balance": [f"{each.balance.max():.2f}" for each in methods],
-        "fastest on": [str(found.wins(each)) for each in methods],
-        "peak mem": [f"{each.peak_bytes / 1e9:,.2f} GB" for each in methods],
-    }
-
-
-def too_slow(found: PacksAnswer) -> list[str]:
-    """The methods that were simulated on the middle pack alone."""
-    if not found.slower:
-        return []
-    each = ", ".join(f"{one.name} ({one.time.step_ms:,.0f} ms)" for one in found.slower)
-    why = f"where they take over {SLOWER:g} times as long as the fastest"
-    return ["", f"Simulated on the pack of middle work alone, {why}: {each}."]
-
-
 def said(console: Console, lines: Sequence[str]) -> None:
     """Print lines that fit the console."""
     for line in lines:
@@ -208,7 +164,7 @@ def heading(found: Answer) -> list[str]:
     """The request, the answer, and the figures that it is by."""
     first, record = found.feasible[0], found.feasible[0].record
     tokens = f"{record.seqlen:,} tokens" + (f" that see {record.kv_seqlen:,} keys" if record.kv_seqlen else "")
-    lines = [f"One attention of {tokens}, {_shape(record)}. All times are simulated.", ""]
+    lines = [f"One attention of {tokens}, {packs_words.shape(record)}. All times are simulated.", ""]
     tied = found.tied
     if not first.time.backed:
         lines.append(f"{first.name} is the fastest in simulation. It is not validated: nobody knows how far off it is.")
@@ -222,12 +178,6 @@ def heading(found: Answer) -> list[str]:
         lines.append(f"{of}{too} close to call: {names}. Their intervals overlap that of the fastest.")
     lines.append(f"Kernel rates: {record.kernel}. Measure the first two on your machine.")
     return [*lines, *(f"note: {note}" for note in record.notes or ())]
-
-
-def _shape(record: Record) -> str:
-    mask = f"{record.mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
-    heads = f"{record.heads} heads ({record.kv_heads} of keys) of {widths(record)}"
-    return f"batch {record.batch}, {heads}, {mask}, on {record.gpus} GPUs of {record.cluster}"
 
 
 def backing(found: Answer) -> list[str]:

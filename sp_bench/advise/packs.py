@@ -36,8 +36,6 @@ SLOWER = 2.0
 """Methods that take this many times as long as the fastest on the middle pack are simulated on no other, but SPANS."""
 SPANS = ("hybrid_cp", "group_cast")
 """The methods whose assignment says how many ranks a document asks for."""
-NAMED = 0.25
-"""Numbers of ranks that at least this share of a class's documents have are named."""
 
 
 class Packs(NamedTuple):
@@ -269,34 +267,3 @@ def class_of(lengths: np.ndarray, rank_tokens: int) -> np.ndarray:
     """The longest document of the class of each: the next power of two, and at least that of half a rank's tokens."""
     least = max((rank_tokens - 1).bit_length() - 1, 0)
     return 1 << np.maximum(np.ceil(np.log2(lengths)).astype(int), least)
-
-
-def rank_table(methods: Iterable[OnPacks]) -> dict[str, list[str]]:
-    """The columns of documents' classes and the ranks that each method of SPANS gives a document; empty without one."""
-    spans = {each.feasible.method.name: each.spans for each in methods if each.spans}
-    if not spans:
-        return {}
-    first = next(iter(spans.values()))
-    classes = sorted({longest for longest, _ in first})
-    totals = {c: np.sum([amount for (longest, _), amount in first.items() if longest == c], axis=0) for c in classes}
-    tokens = sum(int(total[1]) for total in totals.values())
-    columns = {
-        "method": _ranges(classes),
-        "documents": [f"{int(totals[c][0]):,}" for c in classes],
-        "of tokens": [f"{totals[c][1] / tokens:.1%}" for c in classes],
-    }
-    return columns | {f"ranks, {name}": [_ranks(found, c) for c in classes] for name, found in spans.items()}
-
-
-def _ranges(classes: Sequence[int]) -> list[str]:
-    ends = [0, *classes]
-    return [f"{a + 1:,} to {b:,}" for a, b in zip(ends, ends[1:], strict=False)]
-
-
-def _ranks(spans: Spans, longest: int) -> str:
-    """The ranks of a class's documents: all numbers that NAMED of them have, the most frequent first."""
-    count = {ranks: documents for (c, ranks), (documents, _) in spans.items() if c == longest}
-    order = sorted(count, key=lambda ranks: (-count[ranks], ranks))
-    named = [ranks for ranks in order if count[ranks] >= NAMED * sum(count.values())] or order[:1]
-    few = f" ({min(count)} to {max(count)})" if len(count) > len(named) else ""
-    return " or ".join(map(str, named)) + few

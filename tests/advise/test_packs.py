@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sp_bench.advise.__main__ import heading_of_packs, main, ranking_of_packs
+from sp_bench.advise.__main__ import main
 from sp_bench.advise.candidates import Feasible, Question
 from sp_bench.advise.packs import (
     OnAPack,
@@ -21,9 +21,9 @@ from sp_bench.advise.packs import (
     answer_for_packs,
     class_of,
     packs_of,
-    rank_table,
     spans_of,
 )
+from sp_bench.advise.packs_words import heading, rank_table, ranking
 from sp_bench.cli.columns import SEVERAL
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY, build
@@ -70,13 +70,13 @@ def test_degrees_are_chosen_on_the_pack_of_middle_work_or_of_most(found: PacksAn
 
 
 def test_medians_worst_and_wins_are_those_of_the_packs(found: PacksAnswer) -> None:
-    table = ranking_of_packs(found)
+    table = ranking(found)
     for i, each in enumerate(found.methods):
         assert table["median, ms"][i] == f"{np.median(each.steps_ms):,.1f}"
         assert table["worst, ms"][i] == f"{max(each.steps_ms):,.1f}"
         assert each.balance.min() >= 1 and each.balance.max() < 4 + 1e-9
     assert sum(map(int, table["fastest on"])) >= len(found.packs.seeds)
-    assert f"the fastest on {table['fastest on'][0]} of 5 packs" in "\n".join(heading_of_packs(found, "data=short"))
+    assert f"the fastest on {table['fastest on'][0]} of 5 packs" in "\n".join(heading(found, "data=short"))
 
 
 def test_a_method_that_is_too_large_on_one_pack_is_refused(found: PacksAnswer) -> None:

@@ -62,7 +62,7 @@ def test_regions_of_runs_are_those_found_query_by_query(mask: Packed, data: st.D
 
 @given(packs(), names, st.integers(1, 5), st.data())
 def test_the_most_rows_of_a_rank(mask: Packed, name: str, n: int, data: st.DataObject) -> None:
-    """What is sent and received is counted rank by rank (rows_moved); buffers are as large as the largest."""
+    """Rows sent and received are counted rank by rank (rows_moved); buffers are as large as the largest."""
     problem = Problem(n=n, seqlen=mask.seqlen, heads=2, kv_heads=1, head_dim=8, mask=mask, layout=mask.layout(name))
     members = tuple(sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1))))
     q, kv, dkv = (Chunk(tensor, 0, Group(1, n, DOWN)) for tensor in (Q, KV, DKV))
