@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.cli.words import tokens
+from sp_bench.point.backing import TELLING
 from sp_bench.records import Record
 
 METHODS = ("ring", "pass_q", "tokenring", "ulysses", "all_gather", "usp", "mesh")
@@ -17,8 +18,6 @@ HISTORIES = (2**17, 2**20)
 """Keys that are cached before the new part of a prompt."""
 PARTS = (2**11, 2**13, 2**15, 2**17)
 """New tokens: queries, and as many more keys."""
-NEAR = 1.03
-"""Methods within 3% of the fastest are named with it: repetitions of measurements differ as much."""
 
 
 class Shape(NamedTuple):
@@ -68,7 +67,7 @@ def fastest(runs: Runs) -> list[Row]:
     for setting in SETTINGS:
         steps = {name: record for name in METHODS if (record := found[setting, name]).step_ms_median}
         first = min(steps, key=lambda name: _ms(steps[name]))
-        near = [name for name in steps if _ms(steps[name]) <= NEAR * _ms(steps[first])]
+        near = [name for name in steps if _ms(steps[name]) <= (1 + TELLING) * _ms(steps[first])]
         row = {"attention": setting.shape.name, "history": tokens(setting.history), "GPUs": str(setting.gpus)}
         row |= {"new tokens": tokens(setting.part)}
         row |= {f"{name}, ms": f"{_ms(steps[name]):.3g}" if name in steps else "-" for name in METHODS}
