@@ -9,8 +9,8 @@ one key head, each GPU sends
 With K = 1 and a = b the forward is 4 sqrt(n / u) - 4 + 4 (u - 1) / u chunks: below Mesh by sqrt(u) where n is large,
 below USP by sqrt(n / u) / 2.
 
-Refuses tiles with a * b * u != n, a u that doesn't divide heads or neither divides kv_heads nor is a multiple of it,
-and more than one slice of the heads with u > 1.
+Refuses tiles with a * b * u != n, a u that doesn't divide heads or neither divides kv_heads nor is a multiple of it
+(with `pad_heads` one above heads), and more than one slice of the heads with u > 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Literal
 
 from sp_bench.methods.mesh import MeshAttention
 from sp_bench.methods.mesh_gather import GatheredMesh
-from sp_bench.methods.ulysses import by_heads, by_heads_backward, degrees, settled_degree
+from sp_bench.methods.ulysses import by_heads, by_heads_backward, settled_degree
 from sp_bench.plan import (
     DKV,
     DO,
@@ -38,13 +38,14 @@ from sp_bench.plan import (
     Problem,
     Q,
     RequestError,
+    SplitsHeads,
     Steps,
     Tensor,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitMesh(GatheredMesh):
+class SplitMesh(SplitsHeads, GatheredMesh):
     """Mesh-Attention between all-to-alls that split the heads."""
 
     ulysses: Literal["auto"] | int = 1
@@ -61,13 +62,12 @@ class SplitMesh(GatheredMesh):
 
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError where u ranks can't split the heads, or tile or `slices` doesn't fit."""
-        possible = _possible(problem)
+        possible = self._possible(problem)
         if self.ulysses != "auto" and self.ulysses not in possible:
             raise RequestError(
                 f"method.ulysses={self.ulysses}",
-                f"must divide gpus={problem.n} and heads={problem.heads}, and divide kv_heads={problem.kv_heads} or be "
-                "a multiple of them",
-                f"one of {', '.join(map(str, possible))} would work",
+                f"must divide gpus={problem.n} and {self.degree_rule(problem)}",
+                f"one of {', '.join(map(str, possible))}{self.if_padded(problem, self.ulysses)} would work",
             )
         super().refuse(problem)
 
@@ -130,7 +130,7 @@ class SplitMesh(GatheredMesh):
         return q_group.times(u), kv_group.times(u)
 
     def _tile_sizes(self, problem: Problem) -> list[int]:
-        return [problem.n // u for u in (_possible(problem) if self.ulysses == "auto" else [self.ulysses])]
+        return [problem.n // u for u in (self._possible(problem) if self.ulysses == "auto" else [self.ulysses])]
 
     @property
     def _tile_rule(self) -> str:
@@ -138,10 +138,9 @@ class SplitMesh(GatheredMesh):
 
     def _degrees(self, problem: Problem) -> list[int]:
         """The degrees u that the options stand for."""
-        found = _possible(problem) if self.ulysses == "auto" else [self.ulysses]
+        found = self._possible(problem) if self.ulysses == "auto" else [self.ulysses]
         return [u for u in found if self.tile == "auto" or self.tile[0] * self.tile[1] * u == problem.n]
 
-
-def _possible(problem: Problem) -> list[int]:
-    """Every u that divides n and splits heads and key heads evenly."""
-    return [u for u in degrees(problem) if problem.n % u == 0]
+    def _possible(self, problem: Problem) -> list[int]:
+        """Every u that divides n and splits heads and key heads."""
+        return [u for u in self.degrees(problem) if problem.n % u == 0]

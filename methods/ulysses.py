@@ -11,7 +11,8 @@ needs at least one key head: if kv_heads < n, each goes to n / kv_heads ranks. K
     backward  (2 + 2K) (n - 1) / n for dO, dQ and dKV; the dKV of a key head that ranks share is summed at its owner
 
 Layout: contiguous. A rank has all tokens of its heads, so that a causal mask leaves all ranks equal work. Refuses an n
-that doesn't divide heads, or that neither divides kv_heads nor is a multiple of it.
+that doesn't divide heads, or that neither divides kv_heads nor is a multiple of it; with `pad_heads` only an n above
+heads: heads of zeros are added (sp_bench/plan/padded_heads.py), and h, k and K are those of the padded heads.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from sp_bench.plan import (
     Problem,
     Q,
     RequestError,
+    SplitsHeads,
     Steps,
     Tensor,
     divisors,
@@ -51,7 +53,7 @@ LANE = "all-to-all"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ulysses(CollectiveMethod):
+class Ulysses(SplitsHeads, CollectiveMethod):
     """DeepSpeed-Ulysses: all ranks split the heads."""
 
     name: ClassVar[str] = "ulysses"
@@ -72,13 +74,17 @@ class Ulysses(CollectiveMethod):
         return n
 
     def refuse(self, problem: Problem) -> None:
-        """Raise RequestError where n ranks can't split heads and key heads evenly (`degrees`)."""
-        if problem.n not in degrees(problem):
+        """Raise RequestError where n ranks can't split heads and key heads (`degrees`)."""
+        n, degrees = problem.n, self.degrees(problem)
+        if n not in degrees:
+            if self.pad_heads:
+                rule = f"{self.name} splits heads={problem.heads}, and each rank must have one of them or of zeros"
+                raise RequestError(f"gpus={n}", rule, f"{problem.heads} or fewer would work")
             raise RequestError(
-                f"gpus={problem.n}",
+                f"gpus={n}",
                 f"{self.name} splits heads={problem.heads} evenly, and kv_heads={problem.kv_heads} must divide evenly "
                 "too or be a divisor of the ranks",
-                f"one of {', '.join(map(str, degrees(problem)))} would work",
+                f"one of {', '.join(map(str, degrees))}{self.if_padded(problem, n)} would work",
             )
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
@@ -166,12 +172,6 @@ def by_heads_backward(
     steps.next()
     steps.do(AllToAll(LANE, dq_h, dq, group, how), AllToAll(LANE, dkv_h, dkv, group, how))
     return steps.plan("backward", problem.n, inputs=(do,), outputs=(dq, dkv), kept=(q_h, kv_h, o_h))
-
-
-def degrees(problem: Problem) -> list[int]:
-    """Every number of ranks, ascending, that can split heads and key heads evenly."""
-    heads, kv_heads = problem.heads, problem.kv_heads
-    return [u for u in range(1, heads + 1) if heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)]
 
 
 def settled_degree(ulysses: str | int, n: int) -> int:

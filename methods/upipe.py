@@ -21,7 +21,7 @@ Memory forward, batch 1, in the same chunks, with k = kv_heads / heads and c = 2
 if S = 1, and for KV if T = 1): 1 + 2k of Q and KV, 1 of O by heads, 1 of O, and (c + 2) / S + 2K (c + 1) / T for what
 is dealt and packed.
 
-Layout: contiguous. Refuses what Ulysses refuses, and stages that don't divide heads / n.
+Layout: contiguous. Refuses what Ulysses refuses, and stages that don't divide heads / n. Heads are the padded ones.
 """
 
 from __future__ import annotations
@@ -80,18 +80,19 @@ class UPipe(Ulysses):
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError where Ulysses does, and for stages that don't divide heads / n."""
         super().refuse(problem)
-        possible = divisors(problem.heads // problem.n)
+        of_a_rank = self._heads(problem)[0] // problem.n
+        possible = divisors(of_a_rank)
         if isinstance(self.stages, int) and self.stages not in possible:
             raise RequestError(
                 f"method.stages={self.stages}",
-                f"must divide heads / gpus = {problem.heads // problem.n}",
+                f"must divide heads / gpus = {of_a_rank}",
                 f"one of {', '.join(map(str, possible))} would work",
             )
 
     def candidates(self, problem: Problem) -> tuple[UPipe, ...]:
         """One variant for each number of stages that the option stands for, the most first."""
         self.refuse(problem)
-        possible = divisors(problem.heads // problem.n)[::-1]
+        possible = divisors(self._heads(problem)[0] // problem.n)[::-1]
         chosen = {"most": possible[:1], "auto": possible}.get(str(self.stages), [self.stages])
         return tuple(replace(self, stages=stages) for stages in chosen)
 
@@ -102,7 +103,8 @@ class UPipe(Ulysses):
 
     def query_parts(self, problem: Problem) -> int:
         """S / T: how many stages in a row have the same key heads."""
-        return self.head_slices(problem) // math.gcd(self.head_slices(problem), max(problem.kv_heads // problem.n, 1))
+        slices, kv_heads = self.head_slices(problem), self._heads(problem)[1]
+        return slices // math.gcd(slices, max(kv_heads // problem.n, 1))
 
     def leaner(self) -> tuple[UPipe, ...]:
         """Every number of stages, with one set of buffers and with two."""
@@ -163,6 +165,11 @@ class UPipe(Ulysses):
 
         steps = self._staged(problem, deal, attend, give_back)
         return steps.plan("backward", problem.n, inputs=(*q, *do, *kv), outputs=(*dq, *dkv), kept=tuple(o_h))
+
+    def _heads(self, problem: Problem) -> tuple[int, int]:
+        """The query heads and the key heads that ranks split."""
+        padded = self.padded(problem)
+        return (padded.heads, padded.kv_heads) if padded else (problem.heads, problem.kv_heads)
 
     def _staged(self, problem: Problem, deal, attend, give_back) -> Steps:
         """The operations of all stages; with overlap, a stage is dealt before the blocks of the one before it."""

@@ -10,7 +10,7 @@ Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, h 
     backward  (2 + 2K) (u - 1) / u for dO, dQ and dKV, and 4K (n / u - 1) for KV and dKV along the ring
 
 Layouts: contiguous, striped, zigzag. Masks: full, causal. Refuses a u that doesn't divide both n and heads, or that
-neither divides kv_heads nor is a multiple of it.
+neither divides kv_heads nor is a multiple of it; with `pad_heads` one that doesn't divide n or is above heads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fractions import Fraction
 from typing import ClassVar
 
 from sp_bench.methods.ring import pass_round, pass_round_backward
-from sp_bench.methods.ulysses import Ulysses, degrees, settled_degree
+from sp_bench.methods.ulysses import Ulysses, settled_degree
 from sp_bench.plan import DKV, DO, DQ, KV, OUT, Chunk, Problem, Q, Sized, Steps, Tensor
 
 
@@ -47,13 +47,16 @@ class USP(Sized, Ulysses):
     """u, how many ranks split the heads; auto stands for every possible degree."""
 
     def sizes(self, problem: Problem) -> list[int]:
-        """Every u that divides n and splits heads and key heads evenly."""
-        return [u for u in degrees(problem) if problem.n % u == 0]
+        """Every u that divides n and splits heads and key heads."""
+        return [u for u in self.degrees(problem) if problem.n % u == 0]
 
     def size_rule(self, problem: Problem) -> str:
         """The rule for `ulysses`, in words that follow "must"."""
-        kv_heads = f"kv_heads={problem.kv_heads}"
-        return f"divide gpus={problem.n} and heads={problem.heads}, and divide {kv_heads} or be a multiple of them"
+        return f"divide gpus={problem.n} and {self.degree_rule(problem)}"
+
+    def or_else(self, problem: Problem, size: object) -> str:
+        """Padded heads, where they make a u possible."""
+        return self.if_padded(problem, size)
 
     def head_parallel(self, n: int) -> int:
         """The Ulysses degree u. Raises RequestError where it doesn't divide n, or while it is auto and matters."""

@@ -148,12 +148,12 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
         h = 1   4 N d sqrt(k / n) - (2 + 2 k) N d / n elements; Mesh-Attention reaches it at a = sqrt(k n)
         h = n   4 N d (n - 1) / n^2 elements; DeepSpeed-Ulysses reaches it
     For a pack of documents the bound is for the way it is dealt, whatever the work (PackBlocks.least_moved); what is
-    split by heads inside a chunk is added.
+    split by heads inside a chunk is added. Of padded heads, the bound is that of the true ones.
     """
     split, problem = problem.layout.head_parallel, problem.in_one_slice
 
     def payload_bytes(tensor: Tensor) -> float:
-        return float(problem.mean_wire_bytes(tensor, statistics=False))
+        return float(problem.true_share(tensor) * problem.mean_wire_bytes(tensor, statistics=False))
 
     q, kv = payload_bytes(Q.by_heads) / split, payload_bytes(KV.by_heads) / split
     if phase == "forward":
@@ -193,7 +193,7 @@ def least_bytes(problem: Problem, phase: str) -> float | None:
     n, g, whole = problem.n, problem.heads // problem.kv_heads, problem.in_one_slice
 
     def of_a_head(tensor: Tensor, heads: int) -> float:
-        return float(whole.mean_wire_bytes(tensor, statistics=False)) / heads
+        return float(whole.true_share(tensor) * whole.mean_wire_bytes(tensor, statistics=False)) / heads
 
     if phase == "forward":
         partial = min(of_a_head(O, problem.heads), of_a_head(OUT, problem.heads))
@@ -304,6 +304,7 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     )
     if sliced:  # a slice of the heads is a copy
         standing += sum(result_bytes(chunk) for chunk in plan.inputs if chunk not in lowering.views)
+    standing += _unpadded_bytes(plan.inputs, problem)
     neutral = {chunk.tensor: chunk not in unsummed for chunk in untouched_partials(plan, problem)}
     standing += sum(held_bytes(tensor, summed) for tensor, summed in neutral.items())
     owners = _first_ranks(plan, problem)
@@ -338,7 +339,16 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     if sliced:
         # Slices are concatenated field by field, and live until that is done.
         outputs += max((problem.slices_of(c.tensor) * result_bytes(c) for c in cast if c in copied), default=0)
+    outputs += _unpadded_bytes(plan.outputs, problem)
     return int(standing + max((alive + result).max(), alive[-1].max() + outputs))
+
+
+def _unpadded_bytes(chunks: Iterable[Chunk], problem: Problem) -> int:
+    """Bytes of the true heads of chunks of a rank's tokens, which are there beside their padded copies; 0 without."""
+    if problem.padded is None:
+        return 0
+    each = (problem.true_share(c.tensor) * problem.chunk_bytes(c.tensor, wire=False, summed=False) for c in chunks)
+    return int(sum(each))
 
 
 def _first_ranks(plan: Plan, problem: Problem) -> np.ndarray:

@@ -7,7 +7,7 @@ from sp_bench.plan.dealers import DEALERS, Dealt
 from sp_bench.plan.fuse import fusible
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
 from sp_bench.plan.layout import Layout
-from sp_bench.plan.method import OPEN_LAYOUTS, CollectiveMethod, Method, ScheduleTime, Sized
+from sp_bench.plan.method import OPEN_LAYOUTS, CollectiveMethod, Method, ScheduleTime, Sized, SplitsHeads
 from sp_bench.plan.ops import (
     AllToAll,
     Attend,
@@ -84,6 +84,7 @@ __all__ = [
     "RequestError",
     "ScheduleTime",
     "Sized",
+    "SplitsHeads",
     "Steps",
     "Tensor",
     "all_gather",

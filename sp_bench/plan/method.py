@@ -16,6 +16,7 @@ from sp_bench.plan.layout import LAYOUTS, Layout
 from sp_bench.plan.mask import Mask
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.options import checked
+from sp_bench.plan.padded_heads import PaddedHeads, padded_heads, splits
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Tensor
 
@@ -134,6 +135,10 @@ class Method(ABC):
         """How many slices of the query heads share a slice of the key heads (Problem.query_parts)."""
         return 1
 
+    def padded(self, problem: Problem) -> PaddedHeads | None:
+        """The padded heads that this variant computes; None if it adds none."""
+        return None
+
     def layout_of(self, mask: Mask, n: int) -> Layout:
         """The layout that this method has on n ranks, before its heads are split."""
         if self.layout == "auto" and self.for_packs and not mask.sends_unseen:
@@ -145,10 +150,10 @@ class Method(ABC):
         return replace(layout, head_parallel=self.head_parallel(n))
 
     def dealt(self, problem: Problem) -> Problem:
-        """The problem with this variant's head-parallel degree and head slices, which its plans are for."""
-        layout = self.dealt_by(problem.layout, problem.n)
+        """The problem with this variant's head-parallel degree, padded heads and slices, which its plans are for."""
+        layout, padded = self.dealt_by(problem.layout, problem.n), self.padded(problem)
         slices, parts = self.head_slices(problem), self.query_parts(problem)
-        return replace(problem, layout=layout, head_slices=slices, query_parts=parts)
+        return replace(problem, layout=layout, head_slices=slices, query_parts=parts, padded=padded)
 
     def schedule_time(self, problem: Problem, phase: str, costs: CostProfile) -> ScheduleTime | None:
         """The time of a phase's schedule by these costs, beside a certified bound; None if it has no such bound."""
@@ -211,6 +216,42 @@ class CollectiveMethod(Method):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SplitsHeads(Method):
+    """A method whose ranks split the heads, in groups of its head-parallel degree (`head_parallel`)."""
+
+    pad_heads: bool = False
+    """Whether degrees that don't divide the heads work, with heads of zeros that are computed and sent as others are
+    (plan.padded_heads)."""
+
+    def degrees(self, problem: Problem) -> list[int]:
+        """Every degree that is possible, ascending: those that split heads and key heads evenly; padded, up to one for
+        each head."""
+        return [u for u in range(1, problem.heads + 1) if self._splits(problem, u)]
+
+    def degree_rule(self, problem: Problem) -> str:
+        """The rule for a possible degree, in words that follow "must" or "and"."""
+        if self.pad_heads:
+            return f"be at most heads={problem.heads}"
+        return f"divide heads={problem.heads}, and divide kv_heads={problem.kv_heads} or be a multiple of them"
+
+    def if_padded(self, problem: Problem, degree: object) -> str:
+        """The words that offer padded heads for a degree that is refused without them, to follow what would work."""
+        padded = replace(self, pad_heads=True)
+        offered = not self.pad_heads and type(degree) is int and problem.n % degree == 0
+        return ", or method.pad_heads=true" if offered and degree in padded.degrees(problem) else ""
+
+    def padded(self, problem: Problem) -> PaddedHeads | None:
+        """The padded heads of this variant's degree; None if that splits the true ones evenly."""
+        if not self.pad_heads:
+            return None
+        u = self.head_parallel(problem.n)
+        return padded_heads(problem.heads, problem.kv_heads, u, problem.n // u)
+
+    def _splits(self, problem: Problem, degree: int) -> bool:
+        return self.pad_heads or splits(problem.heads, problem.kv_heads, degree)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sized(Method):
     """A method with a size option. If it is auto, every possible size is a variant."""
 
@@ -239,8 +280,12 @@ class Sized(Method):
             raise RequestError(
                 f"method.{self.size_option}={size}",
                 f"must be auto or {self.size_rule(problem)}",
-                f"one of {', '.join(map(str, sizes))} would work",
+                f"one of {', '.join(map(str, sizes))}{self.or_else(problem, size)} would work",
             )
+
+    def or_else(self, problem: Problem, size: object) -> str:
+        """Words that follow the possible sizes: what else would make this one possible. Empty if there is nothing."""
+        return ""
 
     def candidates(self, problem: Problem) -> tuple[Self, ...]:
         """One variant for each possible size, or for the size given."""

@@ -14,6 +14,7 @@ from functools import cached_property
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.layout import Layout, Shards
 from sp_bench.plan.mask import CAUSAL, Blocks, Mask
+from sp_bench.plan.padded_heads import PaddedHeads
 from sp_bench.plan.tensors import Field, Kind, Tensor
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -50,6 +51,8 @@ class Problem:
     query_parts: int = 1
     """How many slices of the query heads share a slice of the key heads: p of them take every p-th query head in turn,
     so that each has as many of every key head."""
+    padded: PaddedHeads | None = None
+    """The heads that chunks have if a method adds heads of zeros (plan.padded_heads); None: `heads` and `kv_heads`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_seqlen", None if self.kv_seqlen == self.seqlen else self.kv_seqlen)
@@ -77,7 +80,8 @@ class Problem:
         self.queries.refuse()
         self.keys.refuse("kv_seqlen")
         assert self.head_slices % self.query_parts == 0, "every slice of the key heads has as many of the query heads"
-        assert self.query_parts == 1 or self.heads // self.kv_heads % self.query_parts == 0, "groups of heads are cut"
+        group = self.padded_heads // self.padded_kv_heads
+        assert self.query_parts == 1 or group % self.query_parts == 0, "groups of heads are cut"
 
     @cached_property
     def queries(self) -> Shards:
@@ -88,6 +92,16 @@ class Problem:
     def keys(self) -> Shards:
         """The tokens of keys as they are dealt to ranks."""
         return Shards.of(self.layout, self.n, self.kv_seqlen or self.seqlen, self.history)
+
+    @property
+    def padded_heads(self) -> int:
+        """Query heads that chunks have and blocks compute: `heads`, and those of zeros that a method adds."""
+        return self.padded.heads if self.padded else self.heads
+
+    @property
+    def padded_kv_heads(self) -> int:
+        """Key heads that chunks have: `kv_heads`, and the copies and those of zeros that a method adds."""
+        return self.padded.kv_heads if self.padded else self.kv_heads
 
     @property
     def value_dim(self) -> int:
@@ -146,7 +160,7 @@ class Problem:
     @property
     def block_heads(self) -> int:
         """Query heads of one block."""
-        return self.heads // (self.layout.head_parallel * self.head_slices)
+        return self.padded_heads // (self.layout.head_parallel * self.head_slices)
 
     @property
     def accumulate_dtype(self) -> str:
@@ -156,8 +170,8 @@ class Problem:
     @property
     def kv_ratio(self) -> float:
         """The k of the volume formulas: what a chunk of keys has for what one of queries has, kv_heads / heads where
-        there are as many keys as queries."""
-        return self.kv_heads * self.keys.seqlen / (self.heads * self.seqlen)
+        there are as many keys as queries. Heads are the padded ones."""
+        return self.padded_kv_heads * self.keys.seqlen / (self.padded_heads * self.seqlen)
 
     def field_dtype(self, field: Field, *, wire: bool, summed: bool = True) -> str:
         """The dtype of a field, on the wire or held. `summed` says whether anything is added to a held partial."""
@@ -169,8 +183,19 @@ class Problem:
 
     def field_heads(self, field: Field) -> int:
         """Heads of a field of one chunk. A field by heads has at least one: key heads are replicated if too few."""
-        heads = self.kv_heads // self.key_slices if field.of_keys else self.heads // self.head_slices
+        heads = self.padded_kv_heads // self.key_slices if field.of_keys else self.padded_heads // self.head_slices
         return max(heads // self.layout.head_parallel, 1) if field.by_heads else heads
+
+    def true_share(self, tensor: Tensor) -> Fraction:
+        """The share of a tensor's bytes that is not of padding, nor of copies of key heads that padding makes.
+
+        By heads, a rank has at least one key head in any case.
+        """
+        true, padded = (self.kv_heads, self.padded_kv_heads) if tensor.of_keys else (self.heads, self.padded_heads)
+        if not tensor.is_by_heads or not tensor.of_keys:
+            return Fraction(true, padded)
+        degree = self.layout.head_parallel
+        return Fraction(max(true, degree), max(padded, degree))
 
     def field_tokens(self, field: Field, owner=None):
         """Tokens of a field of the chunk of one or an array of owners; of the largest chunk if owner is None."""

@@ -95,5 +95,5 @@ def piece_bytes(problem: Problem, field: Field) -> int:
 
 def adds_up(op: AllToAll, problem: Problem, field: Field) -> bool:
     """Whether the owner sums a field from several ranks, because they share a key head."""
-    heads = problem.kv_heads if field.of_keys else problem.heads
+    heads = problem.padded_kv_heads if field.of_keys else problem.padded_heads
     return not op.to_heads and problem.field_heads(field) * op.group.size > heads

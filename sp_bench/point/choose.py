@@ -236,7 +236,7 @@ def _sharing(choices: Iterable[Choice]) -> list[Choice]:
 def costs_for(request: Request, problem: Problem) -> CostProfile:
     """The machine's costs for blocks with as many heads as the dealt problem leaves a rank, and all of its slices."""
     layout = replace(request.problem.layout, head_parallel=problem.layout.head_parallel)
-    return request.cluster.profile(replace(request.problem, layout=layout))
+    return request.cluster.profile(replace(request.problem, layout=layout, padded=problem.padded))
 
 
 def _bound_s(request: Request, choice: Choice) -> float:

@@ -24,6 +24,7 @@ from sp_bench.run.devices import Cuda, Device
 from sp_bench.run.execution import Sinks
 from sp_bench.run.executor import Action, Executor, Spent
 from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.padding import padded, padded_by_head, true, true_by_head
 from sp_bench.run.partials import Tensors
 from sp_bench.run.slices import one_slice, together
 from sp_bench.run.sms import SmShares
@@ -89,7 +90,7 @@ class Engine:
 
         `sinks`, (H,) in the dtype of statistics, are scores that each row's softmax has besides those of keys.
         """
-        sunk = None if sinks is None else Sinks.of(sinks)
+        sunk = self._sinks(sinks)
         found = self._run("forward", {Q: (q,), KV: (k, v)}, action, live, sunk)
         out, *lse = found.pop(O, None) or found.pop(OUT)
         if "backward" in self.plans:
@@ -114,15 +115,15 @@ class Engine:
         if ODOQ in saved:
             q, out, lse = saved[ODOQ]
             inputs[ODOQ] = (q, out, dout, lse)
-        sunk = None if sinks is None else Sinks.of(sinks)
+        sunk = self._sinks(sinks)
         found = self._run("backward", inputs, action, live, sunk)
         gradients = (*found[DQ], *found[DKV])
-        if sunk is None:
+        if sunk is None or sinks is None:
             return gradients
         if ODOQ not in inputs:  # it is made by heads, and the gradient of sinks with it
-            return *gradients, sunk.gradient
+            return *gradients, true_by_head(sunk.gradient, self.problem)
         _, out, _, lse = inputs[ODOQ]
-        return *gradients, of_sinks(sunk.scores, out, dout, lse)
+        return *gradients, of_sinks(sinks, out, dout, lse)
 
     @property
     def kernel_name(self) -> str:
@@ -152,6 +153,10 @@ class Engine:
             self._read[phase] = executor.reading()
             executor.close()
 
+    def _sinks(self, scores: Tensor | None) -> Sinks | None:
+        """The sinks of an execution; heads of zeros have one that weighs nothing beside their outputs of zero."""
+        return None if scores is None else Sinks.of(padded_by_head(scores, self.problem))
+
     def _executor(self, phase: str) -> Executor:
         if phase not in self._executors:
             self._executors[phase] = Executor(
@@ -170,9 +175,14 @@ class Engine:
     def _run(
         self, phase: str, inputs: Saved, action: Action, live: LiveBytes | None, sinks: Sinks | None = None
     ) -> Saved:
-        """Run a phase on its input tensors by chunk type; return its results likewise, in the compute dtype."""
+        """Run a phase on its input tensors by chunk type; return its results likewise, in the compute dtype.
+
+        Both have the true heads, but for what the forward keeps by heads.
+        """
         plan = self.plans[phase]
-        given = {chunk: self._given(chunk, inputs, plan) for chunk in plan.starts_with}
+        of_tokens = {chunk.tensor for chunk in plan.inputs}
+        all_heads = {**inputs} | {t: tuple(padded(x, self.problem, t) for x in inputs[t]) for t in of_tokens}
+        given = {chunk: self._given(chunk, all_heads, plan) for chunk in plan.starts_with}
         if live:
             live.always = [x for tensors in inputs.values() for x in tensors]
         whole = self._results(plan)
@@ -180,10 +190,12 @@ class Engine:
         found = self._executor(phase)(given, action, live, views, sinks)
         for tensor in dict.fromkeys(c.tensor for c in plan.ends_with if c.tensor not in whole):
             whole[tensor] = self._whole(tensor, found, plan)
+        of_tokens = {chunk.tensor for chunk in plan.outputs}
+        results = whole | {t: tuple(true(x, self.problem, t) for x in whole[t]) for t in of_tokens}
         if live:
-            held = [*given.values(), *found.values(), *whole.values()]
+            held = [*given.values(), *found.values(), *whole.values(), *results.values()]
             live.see([*self.buffers.tensors(), *(x for tensors in held for x in tensors)])
-        return whole
+        return results
 
     def _given(self, chunk: Chunk, inputs: Saved, plan: Plan) -> Tensors:
         """The tensors that a chunk starts with: a slice of an input, or what the forward kept of it."""
