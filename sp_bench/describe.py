@@ -96,6 +96,7 @@ def describe(overrides: Sequence[str]) -> str:
         f"{choice.method.name} ({choice.method.citation}), {gpus} ranks, {layout}" + (f", {variant}" if variant else "")
     ]
     split = f", the lowest of {degree} that each take their own heads of it" if degree > 1 else ""
+    lines += _padding(problem)
     for phase, plan in choice.plans.items():
         volume, unit = account.volume(plan, problem), problem.chunk_bytes(Q, wire=True) * problem.head_slices
         lines += [
@@ -113,6 +114,19 @@ def describe(overrides: Sequence[str]) -> str:
         ]
     notes = [f"note: {note}" for note in request.notes]
     return "\n".join([*lines, fitted(_step(choice, request)), *_front(request), *map(fitted, notes)])
+
+
+def _padding(problem: Problem) -> list[str]:
+    """The heads that are computed and sent in place of the true ones, if there are others."""
+    padded = problem.padded
+    if padded is None:
+        return []
+    copies = f", each key head {padded.copies} times" if padded.copies > 1 else ""
+    said = (
+        f"{problem.heads} heads are padded to {padded.heads}, and {problem.kv_heads} key heads to "
+        f"{padded.kv_heads}{copies}: units, chunks and blocks below have the padded heads, bounds the true ones"
+    )
+    return [fitted(said)]
 
 
 def _bounds(plan: Plan, problem: Problem, unit: int) -> str:

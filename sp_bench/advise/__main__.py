@@ -16,7 +16,8 @@ settings. What ties is said.
 
 Keys are those of `python -m sp_bench` (cluster, gpus, seqlen, batch, heads, kv_heads, head_dim, mask, dtype, phase, and
 model, of which one attention is taken), and memory=60GB (what one attention may need on a GPU, in GB or GiB),
-plots=FILE.svg (time, memory, volume against the bound), changes=false (don't ask what would change the answer).
+plots=FILE.svg (time, memory, volume against the bound), changes=false (don't ask what would change the answer),
+method.pad_heads=true (ranks may split heads that their number doesn't divide, with heads of zeros).
 --all prints every column. A step in bold is the fastest, or can't be told from it.
 Exit codes: 0 ok, 2 a request that can't be served.
 """
@@ -33,7 +34,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from sp_bench.advise import job, job_words, packs_words, plots
-from sp_bench.advise.candidates import Answer, Question, answer
+from sp_bench.advise.candidates import PAD_HEADS, Answer, Question, answer
 from sp_bench.advise.changes import Change, changes
 from sp_bench.advise.code import Wanted
 from sp_bench.advise.flags import FRAMEWORKS, settings
@@ -68,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _advise(arguments: Sequence[str]) -> int:
     given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
-    for key in given.keys() - {ALL}:
+    if PAD_HEADS in given:
+        flag(given, PAD_HEADS)
+    for key in given.keys() - {ALL, PAD_HEADS}:
         if key.partition(".")[0] in (*NOT_ADVISED, *REGISTRY):
             raise RequestError(f"{key}={given[key]}", "is what the advice is about", "leaving it out would work")
         if key in unread("simulate"):

@@ -18,6 +18,8 @@ from sp_bench.records.interval import Interval, interval
 
 LEFT_OUT = ("reference",)
 """Methods for one GPU."""
+PAD_HEADS = "method.pad_heads"
+"""The one option of methods that a question may set: for all that have it."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,13 @@ class Question(NamedTuple):
     methods: Sequence[str] = tuple(REGISTRY)
 
 
+def for_method(overrides: Sequence[str], name: str) -> list[str]:
+    """A question's overrides for one method, without an option that it doesn't have."""
+    without = PAD_HEADS.partition(".")[2] not in REGISTRY[name].options()
+    kept = [each for each in overrides if not (without and each.partition("=")[0] == PAD_HEADS)]
+    return [*kept, f"method={name}"]
+
+
 def answer(
     question: Question,
     *,
@@ -111,7 +120,7 @@ def answers(
 
         def composed() -> Iterator[dict[str, Any]]:
             for i, name in asked:
-                (point,) = composer.points([*questions[i].overrides, f"method={name}"], sweep=False)
+                (point,) = composer.points(for_method(questions[i].overrides, name), sweep=False)
                 configs.append(composer.compose(point))
                 yield configs[-1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sp_bench.advise.candidates import for_method
 from sp_bench.advise.code import Wanted
 from sp_bench.advise.flags import FRAMEWORKS, settings
 from sp_bench.advise.job import Answer, Job
@@ -119,7 +120,7 @@ def command(found: Answer, job: Job) -> str:
     own += ["train.offload=true"] * bool(job.record.offload)
     keys = {override.partition("=")[0] for override in own}
     given = [override for override in found.overrides if override.partition("=")[0] not in keys]
-    return f"python -m sp_bench {' '.join([*given, f'method={job.method.name}', *own])}"
+    return f"python -m sp_bench {' '.join([*for_method(given, job.method.name), *own])}"
 
 
 def torchtitan(job: Job) -> list[str]:

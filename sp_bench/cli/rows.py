@@ -38,6 +38,14 @@ def _divided(record: Record) -> str:
     return f"CP {record.gpus // (data * tensor)} x DP {data} x TP {tensor}{times}"
 
 
+def _padding(record: Record) -> str:
+    """The heads that a method adds, in words; empty if it adds none."""
+    if record.padded_heads is None or record.padded_kv_heads is None:
+        return ""
+    more, of_keys = record.padded_heads - record.heads, record.padded_kv_heads - record.kv_heads
+    return f"{more} of {record.padded_heads}; of keys, copies included, {of_keys} of {record.padded_kv_heads}"
+
+
 def _errors(record: Record) -> str:
     return _together(record.err_out, record.err_dq, record.err_dk, record.err_dv) or "-"
 
@@ -129,6 +137,7 @@ class Row(NamedTuple):
 
 ROWS = (
     Row("layout, variant", lambda r: f"{r.layout}, {variant(r)}", always=True),
+    Row("heads of zeros", lambda r: _padding(r) or "-"),
     Row("GPUs divided", lambda r: _divided(r) or "-"),
     Row(
         "documents", lambda r: f"{r.documents:,}, the longest of {r.longest_document:,} tokens" if r.documents else "-"

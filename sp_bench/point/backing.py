@@ -200,6 +200,8 @@ def validated(request: Request, choice: Choice) -> Validation:
         return Validation(kind, None, f"measurements of {kind} have no stragglers")
     if request.transport != DEFAULT_TRANSPORT:
         return Validation(kind, None, f"measurements of {kind} are of the default transport")
+    if choice.problem.padded:
+        return Validation(kind, None, f"measurements of {kind} have no padded heads")
     if FUSED in choice.variant.split():
         return Validation(kind, None, f"measurements of {kind} have no fused blocks")
     kernel = request.cluster.device.figures(choice.problem)

@@ -38,9 +38,17 @@ class Choice:
 
     @property
     def variant(self) -> str:
-        """The method's variant in a few words, with whether blocks are fused; empty if there is nothing to say."""
+        """The method's variant in a few words, with its padded heads and whether blocks are fused; empty if there is
+        nothing to say."""
         fused = self.method.fuse and any(isinstance(op, Fused) for plan in self.plans.values() for op in plan.ops)
-        return " ".join(filter(None, (self.method.variant(self.problem.n), self._form, FUSED if fused else "")))
+        words = (self.method.variant(self.problem.n), self._form, self._padded, FUSED if fused else "")
+        return " ".join(filter(None, words))
+
+    @property
+    def _padded(self) -> str:
+        """The heads that are computed in place of the true ones, such as `padded to 32/8 heads`."""
+        padded = self.problem.padded
+        return f"padded to {padded.heads}/{padded.kv_heads} heads" if padded else ""
 
     @property
     def _form(self) -> str:

@@ -44,6 +44,8 @@ def counted(request: Request, choice: Choice | None) -> Counted:
         tile_a=tile_a,
         tile_b=tile_b,
         variant=choice.variant or None,
+        padded_heads=problem.padded.heads if problem.padded else None,
+        padded_kv_heads=problem.padded.kv_heads if problem.padded else None,
         work_imbalance=account.work_imbalance(next(iter(choice.plans.values())), problem),
         work_imbalance_lower_bound=account.least_imbalance(problem),
         candidates=choice.candidates,

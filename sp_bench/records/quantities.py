@@ -86,7 +86,12 @@ class Setup:
     tile_b: Annotated[int | None, Setting()] = None
     """Ranks of a KV group."""
     variant: Annotated[str | None, Setting("variant")] = None
-    """The method's variant, if it has several: its tile, ring or group sizes."""
+    """The method's variant, if it has several: its tile, ring or group sizes; and its padded heads, if it has some."""
+    padded_heads: Annotated[int | None, Setting("padded heads")] = None
+    """With method.pad_heads, where the degree doesn't divide the heads: the query heads that are computed and sent,
+    those of zeros included; None where there are none of these."""
+    padded_kv_heads: Annotated[int | None, Setting("padded KV heads")] = None
+    """Likewise the key heads, with copies of true ones."""
     nodes: Annotated[int | None, Setting("nodes")] = None
     """The number of nodes."""
     kernel: Annotated[str | None, Setting("kernel")] = None

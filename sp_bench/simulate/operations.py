@@ -71,6 +71,7 @@ class OperationCosts:
         self._brought = _brought(plan)
         self.wanted = demand(plan, problem)
         """By operation, on which ranks it has something to receive or to fold (plan.demand)."""
+        self._first_transfer = next((index for index, op in plan if isinstance(op, Transfer)), None)
 
     def varying(self) -> Iterator[np.ndarray]:
         """Costs that may differ by rank, but for those of blocks, in seconds: (n,) each."""
@@ -179,15 +180,17 @@ class OperationCosts:
         return found
 
     def results_s(self) -> float:
-        """Seconds of casting the results to the compute dtype."""
+        """Seconds of casting the results to the compute dtype, and of taking the true heads out of padded ones."""
         partials = [chunk for chunk in self._plan.ends_with if chunk.tensor.is_partial]
         results = [(chunk.tensor, chunk not in self._lowering.unsummed) for chunk in partials]
-        return sum(self._device.cast_s(self._problem, tensor, wire=False, summed=s) for tensor, s in results)
+        casts_s = sum(self._device.cast_s(self._problem, tensor, wire=False, summed=s) for tensor, s in results)
+        return casts_s + self._padding_s(self._plan.outputs, filled=False)
 
     def staged_s(self, index: int, op: Transfer, ranks: np.ndarray) -> np.ndarray | float:
         """Seconds of casting or packing what is sent, or of copying it where a rank sends to itself."""
         if isinstance(op, AllToAll):
-            return self._device.copy_s(self._lowering.packed_bytes(op)[0])
+            padding_s = self._padding_s(self._plan.inputs, filled=True) if index == self._first_transfer else 0.0
+            return padding_s + self._device.copy_s(self._lowering.packed_bytes(op)[0])
         if isinstance(op, AllGather):
             return 0.0
         if isinstance(op, RowCollective):  # rows are gathered, and cast where they have to be
@@ -232,6 +235,18 @@ class OperationCosts:
 
     def _find_arrived_fold_s(self, tensor: Tensor, share: float) -> float:
         return self._device.fold_s(self._problem, tensor, arriving=True, share=share, sliced=share < 1)
+
+    def _padding_s(self, chunks: Sequence[Chunk], *, filled: bool) -> float:
+        """Seconds of copying the true heads of a rank's tokens to padded ones, which are `filled` with zeros before, or
+        out of them: once for each field of a tensor, whatever slices its heads are in.
+        """
+        problem, seconds = self._problem, 0.0
+        for tensor in dict.fromkeys(chunk.tensor for chunk in chunks) if problem.padded else ():
+            for each in tensor.fields:
+                all_bytes = problem.slices_of(tensor) * problem.field_bytes(each, wire=False, summed=False)
+                seconds += self._device.copy_s(float(problem.true_share(tensor)) * all_bytes)
+                seconds += self._device.copy_s(all_bytes / 2) * filled  # a fill only writes
+        return seconds
 
     def _row_sums_s(self, op: RowSums) -> float:
         """O or its row sums are computed in one pass over O and dO, as fast as memory."""

@@ -20,7 +20,7 @@ COUNTS = {
     "implementation": 6,
     "kernel": 1,
     "logger": 5,
-    "method": 22,
+    "method": 23,
     "model": 6,
     "slurm": 15,
 }
