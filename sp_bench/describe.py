@@ -42,6 +42,7 @@ ABOUT_METHODS = f"""
 Made by `python -m sp_bench.describe --methods`; a test holds it against the code.
 
 Volume is the payload that each GPU sends on average, in chunks of N/n tokens x heads * head_dim elements, lse apart.
+Heads are the padded ones where method.pad_heads adds some.
 h = heads, k = kv_heads / heads, nodes is method.nodes, u method.ulysses (1 in Mesh-Attention unless asked for), C
 method.team, a x b the tile; o = 0 with method.row_sums=true, else 1; s = 3/4 with a causal mask on the zigzag layout,
 else 1. Memory is what a rank holds at most, inputs and results included, in the same unit, in bf16 at n = {TABLE_N},

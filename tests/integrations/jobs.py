@@ -54,6 +54,21 @@ def _registered(what: str, n: int = 2, method: str = "ring") -> tuple[Any, Any]:
     return group, register(method, group=group)
 
 
+def padded_heads() -> float:
+    """The error of a model whose 4 heads 3 ranks split with heads of zeros."""
+    group, found = group_of(3, "padded heads"), 0.0
+    if group is None:
+        return found
+    from sp_bench.integrations.transformers import register
+
+    parallel = register("ulysses", group=group, pad_heads=True)
+    alone, ours = llama("eager"), llama("sp_bench")
+    logits, _, wanted = eager(alone, ids())
+    out = ours(**parallel.deal(ids()))
+    out.loss.backward()
+    return apart([parallel.gather(out.logits), *summed(ours, group)], [logits, *wanted])
+
+
 PACKS = ((20, 28), (5, 30, 13))
 
 

@@ -55,6 +55,10 @@ def test_rows_with_different_documents(ranks: Ranks) -> None:
     assert 0 < ranks.run(jobs.rows_that_differ)[0] < EXACT
 
 
+def test_heads_that_ranks_do_not_divide(ranks: Ranks) -> None:
+    assert 0 < ranks.run(jobs.padded_heads)[0] < EXACT
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_layers_that_are_not_causal(ranks: Ranks, packed: bool) -> None:
     assert 0 < ranks.run(_not_causal, packed)[0] < EXACT
