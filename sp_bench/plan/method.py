@@ -229,16 +229,16 @@ class SplitsHeads(Method):
         return [u for u in range(1, problem.heads + 1) if self._splits(problem, u)]
 
     def degree_rule(self, problem: Problem) -> str:
-        """The rule for a possible degree, in words that follow "must" or "and"."""
+        """The rule for a possible degree, in words that follow "must divide gpus=8 and"."""
         if self.pad_heads:
             return f"be at most heads={problem.heads}"
-        return f"divide heads={problem.heads}, and divide kv_heads={problem.kv_heads} or be a multiple of them"
+        return f"heads={problem.heads}, and divide kv_heads={problem.kv_heads} or be a multiple of them"
 
     def if_padded(self, problem: Problem, degree: object) -> str:
         """The words that offer padded heads for a degree that is refused without them, to follow what would work."""
-        padded = replace(self, pad_heads=True)
-        offered = not self.pad_heads and type(degree) is int and problem.n % degree == 0
-        return ", or method.pad_heads=true" if offered and degree in padded.degrees(problem) else ""
+        if self.pad_heads or type(degree) is not int or not 1 <= degree <= problem.heads or problem.n % degree:
+            return ""
+        return ", or method.pad_heads=true"
 
     def padded(self, problem: Problem) -> PaddedHeads | None:
         """The padded heads of this variant's degree; None if that splits the true ones evenly."""

@@ -19,7 +19,7 @@ from tests.support.problems import small_problem
 
 FOLDER = Path(methods.__file__).resolve().parent
 PAPER = ("mesh", "mesh_schedule")
-OURS = ("placement", "lanes", "schedule", "slices", "form", "collectives", "ulysses", "row_sums")
+OURS = ("placement", "lanes", "schedule", "slices", "form", "collectives", "ulysses", "pad_heads", "row_sums")
 
 
 @pytest.mark.parametrize("name", PAPER)
