@@ -363,6 +363,20 @@ class Exactness:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecodeStep:
+    """A decode step: its sequences and their caches. None for other workloads."""
+
+    how: ClassVar[str] = "from the request"
+
+    sequences: Annotated[int | None, Setting("sequences")] = None
+    """The number of sequences, each with a cache of its own."""
+    cache_bytes: Annotated[int | None, Result("cache of one layer on a GPU", "GB", 1e-9, better="less")] = None
+    """Keys and values of one layer that a GPU holds, of all sequences; those of the GPU that holds most."""
+    cache_tensor_parallel: Annotated[int | None, Setting()] = None
+    """How many GPUs share each part of the caches, with a part of the heads each, if several do."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingStep:
     """A training step: its model, the times of its parts, and its memory by kind. None for workload=attention.
 
