@@ -17,10 +17,10 @@ import numpy as np
 from sp_bench.cluster import Cluster
 from sp_bench.lower import NCCL, Lowering, TensorSpec, TransportKind, lower
 from sp_bench.plan.block_classes import block_classes
+from sp_bench.plan.caches import CacheBlocks
 from sp_bench.plan.casts import rows_read
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import demand, untouched_partials
-from sp_bench.plan.caches import CacheBlocks
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import Block, Bundle, Chunk, Collective, Fused, Gathered, Op, Pass, Plan, RowSums, Transfer

@@ -149,12 +149,14 @@ class Workload(ABC):
         return values.seqlen
 
     @classmethod
-    def attention_of(cls, shape: Mapping[str, Any], mask: Mask, n: int) -> tuple[dict[str, Any], Mask]:
+    def attention_of(
+        cls, config: Mapping[str, Any], shape: Mapping[str, Any], mask: Mask, n: int
+    ) -> tuple[dict[str, Any], Mask]:
         """The shape (fields of a Problem by name) and mask of the attention on n ranks, of those that a config has."""
         return dict(shape), mask
 
-    @classmethod
-    def refuse_method(cls, method: Method | Peer) -> None:  # noqa: B027  # most take all
+    @classmethod  # noqa: B027
+    def refuse_method(cls, method: Method | Peer) -> None:
         """Raise RequestError if the workload can't have the method."""
 
     def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:  # noqa: B027  # attention runs on all
