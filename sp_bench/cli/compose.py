@@ -26,6 +26,7 @@ from sp_bench.loggers.wandb_client import WandbSettings
 from sp_bench.machine import gpus_here
 from sp_bench.reading import has_key, keys_at
 from sp_bench.resources import CONF, conf_folders
+from sp_bench.workload import WORKLOADS
 
 SECTIONS = {"cluster": ClusterSection, "implementation": Implementation, "logger": WandbSettings}
 """Groups whose keys can be set even if the chosen file lacks them."""
@@ -123,6 +124,8 @@ class Composer(ExitStack):
             raise RequestError(" ".join(overrides), what, "a plain value would work") from None
         assert isinstance(resolved, dict)
         here = resolved["cluster"].get("this_machine") is True
+        if resolved["workload"] in WORKLOADS:
+            resolved |= WORKLOADS[resolved["workload"]].filled(resolved, here=here)
         if resolved["seqlen"] is None:
             resolved["seqlen"] = SEQLEN_HERE if here else SEQLEN
         if resolved["dtype"] is None:
@@ -133,6 +136,8 @@ class Composer(ExitStack):
     def baseline(self, config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any] | None:
         """The config of a point's baseline: another method at its defaults, all else the same; None without one."""
         name = config["baseline"]
+        if config["workload"] in WORKLOADS:
+            name = WORKLOADS[config["workload"]].baselines.get(name, name)
         if name is None or name == config["method"]["name"]:
             return None
         if name not in self.choices("method"):

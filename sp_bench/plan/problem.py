@@ -12,6 +12,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from sp_bench.errors import RequestError, unknown
+from sp_bench.plan.caches import Caches
 from sp_bench.plan.layout import Layout, Shards
 from sp_bench.plan.mask import CAUSAL, Blocks, Mask
 from sp_bench.plan.padded_heads import PaddedHeads
@@ -39,6 +40,9 @@ class Problem:
     v_head_dim: int | None = None
     """Elements of a head of values and outputs if they are fewer, as in multi-head latent attention (DeepSeek-V2, Liu
     et al. 2024, section 2.1); `value_dim` is their number in any case."""
+    latent: bool = False
+    """Whether values are the first `value_dim` elements of keys, so that a token has one tensor of both: multi-head
+    latent attention with queries that have absorbed the matrix from latents to keys."""
     batch: int = 1
     mask: Mask = CAUSAL
     dtype: str = "bfloat16"
@@ -48,6 +52,8 @@ class Problem:
     layout: Layout
     head_slices: int = 1
     """How many equal slices of the heads a method computes one after another; a chunk holds one slice."""
+    queries_everywhere: bool = False
+    """Whether all ranks start with the queries of all, as where each computes them from the same hidden states."""
     query_parts: int = 1
     """How many slices of the query heads share a slice of the key heads: p of them take every p-th query head in turn,
     so that each has as many of every key head."""
@@ -77,8 +83,9 @@ class Problem:
             rule = f"kernels pad values to the width of keys, head_dim={self.head_dim}"
             raise RequestError(f"v_head_dim={self.v_head_dim}", rule, f"v_head_dim={self.head_dim} or less would work")
         self.mask.refuse(self.seqlen, self.kv_seqlen)
-        self.queries.refuse()
-        self.keys.refuse("kv_seqlen")
+        if not isinstance(self.mask, Caches):  # which refuse ranks without keys, and may have few rows
+            self.queries.refuse()
+            self.keys.refuse("kv_seqlen")
         assert self.head_slices % self.query_parts == 0, "every slice of the key heads has as many of the query heads"
         group = self.padded_heads // self.padded_kv_heads
         assert self.query_parts == 1 or group % self.query_parts == 0, "groups of heads are cut"
@@ -91,7 +98,7 @@ class Problem:
     @cached_property
     def keys(self) -> Shards:
         """The tokens of keys as they are dealt to ranks."""
-        return Shards.of(self.layout, self.n, self.kv_seqlen or self.seqlen, self.history)
+        return Shards(self.layout, self.n, self.mask.stretches(self.seqlen, self.kv_seqlen or self.seqlen))
 
     @property
     def padded_heads(self) -> int:
@@ -109,14 +116,16 @@ class Problem:
         return self.v_head_dim or self.head_dim
 
     def width(self, field: Field) -> int:
-        """Elements of a head of a field."""
+        """Elements of a head of a field; none of values that are part of keys."""
+        if self.latent and field.of_keys and field.of_values:
+            return 0
         return self.value_dim if field.of_values else self.head_dim
 
     @property
     def measured_as(self) -> str:
         """The class of problems whose measurements say how far simulations of this one are off (point.backing)."""
         apart = ["other keys than queries"] if self.kv_seqlen else []
-        apart += ["narrow values"] if self.v_head_dim else []
+        apart += ["latent keys"] if self.latent else ["narrow values"] if self.v_head_dim else []
         return ", ".join(apart) or self.mask.measured_as
 
     @property
@@ -248,8 +257,12 @@ class Problem:
     def scaled(self, seqlen: int, document_unit: int = 1) -> Problem:
         """The same problem for a shorter sequence, its documents scaled to multiples of a unit and dealt again.
 
-        The keys are scaled alike, as unevenly over ranks as they are.
+        The keys are scaled alike, as unevenly over ranks as they are. A decode step has all of its rows, and shorter
+        caches.
         """
+        if isinstance(self.mask, Caches):
+            mask = self.mask.shortened(self.n)
+            return replace(self, kv_seqlen=mask.kv_seqlen, mask=mask)
         mask = self.mask.scaled(seqlen, document_unit)
         layout = replace(mask.layout(self.layout.name), head_parallel=self.layout.head_parallel)
         return replace(self, seqlen=seqlen, kv_seqlen=self._scaled_keys(seqlen), mask=mask, layout=layout)

@@ -8,13 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
+from sp_bench.cluster import Cluster
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import unknown
 from sp_bench.lower import DEFAULT_TRANSPORT, TransportOptions
 from sp_bench.peers.peer import Peer
+from sp_bench.plan.mask import Mask
+from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
-from sp_bench.records.quantities import TrainingStep
+from sp_bench.records.quantities import DecodeStep, TrainingStep
 from sp_bench.workload.gate import GateErrors
 
 if TYPE_CHECKING:
@@ -121,6 +124,8 @@ class Workload(ABC):
     """The phases that are timed, in order, for each value of the key `phase`."""
     keys: ClassVar[tuple[str, ...]] = ()
     """Keys of the config that only this workload reads."""
+    baselines: ClassVar[Mapping[str, str]] = {}
+    """Methods that it can't have, and what stands for each as the baseline that a config has unless it says so."""
     simulated_as: ClassVar[str] = "attention"
     """Its simulation (sp_bench.point.simulations)."""
 
@@ -132,11 +137,37 @@ class Workload(ABC):
         """The workload of a config. Raises RequestError for its invalid keys."""
         return cls(phases=phases)
 
+    @classmethod
+    def filled(cls, config: Mapping[str, Any], *, here: bool) -> dict[str, Any]:
+        """Values for keys of a config that are null, and mean something else for this workload than for attention;
+        `here` says whether the point is for this machine."""
+        return {}
+
+    @classmethod
+    def pack_tokens(cls, values: Any) -> int:
+        """How many tokens the documents of `data` fill, of a config's numbers."""
+        return values.seqlen
+
+    @classmethod
+    def attention_of(
+        cls, config: Mapping[str, Any], shape: Mapping[str, Any], mask: Mask, n: int
+    ) -> tuple[dict[str, Any], Mask]:
+        """The shape (fields of a Problem by name) and mask of the attention on n ranks, of those that a config has."""
+        return dict(shape), mask
+
+    @classmethod  # noqa: B027
+    def refuse_method(cls, method: Method | Peer) -> None:
+        """Raise RequestError if the workload can't have the method."""
+
     def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:  # noqa: B027  # attention runs on all
         """Raise RequestError if the workload can't have such a problem, run in the mode, or call a peer."""
 
     def refuse_device(self, kind: str) -> None:  # noqa: B027  # attention runs on all
         """Raise RequestError for what measured ranks on this kind of device, cuda or cpu, can't do."""
+
+    def cluster_of(self, cluster: Cluster, gpus: int) -> Cluster:
+        """The cluster that the ranks of the attention have, of that of all GPUs."""
+        return cluster
 
     def on(self, device: DeviceCosts, problem: Problem) -> Self:
         """The workload on such a device, with what the device's memory decides."""
@@ -186,6 +217,14 @@ class Workload(ABC):
     def sent_otherwise(self, phase: str, problem: Problem) -> Mapping[tuple[str, ...], int]:
         """Bytes that each rank sends in a timed phase beside the plans, by operation."""
         return {}
+
+    def tokens(self, problem: Problem) -> int:
+        """Tokens of a step, of all groups and turns."""
+        return problem.batch * problem.seqlen * self.groups * self.turns
+
+    def decoded(self, problem: Problem) -> DecodeStep:
+        """The fields of a record that describe a decode step."""
+        return DecodeStep()
 
     def described(self, problem: Problem) -> TrainingStep:
         """The fields of a record that describe a training step."""

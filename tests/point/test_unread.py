@@ -19,6 +19,7 @@ from sp_bench.resources import CONF
 from sp_bench.workload import Train
 
 POINT = ("mode=simulate", "gpus=2", "seqlen=1k", "heads=4", "kv_heads=4", "method=all_gather")
+DECODING = ("mode=simulate", "gpus=4", "heads=4", "kv_heads=4", "method=pass_q", "workload=decode")
 TRAINING = (*POINT, "model=tiny", "head_dim=128")
 OTHERWISE: dict[str, str] = {
     "gpus": "4", "seqlen": "2k", "kv_seqlen": "64k", "batch": "2", "heads": "8", "kv_heads": "2", "head_dim": "64",
@@ -31,7 +32,8 @@ OTHERWISE: dict[str, str] = {
     "transport": "symmetric_memory", "registered_buffers": "true", "cta_policy": "efficiency", "cuda_graph": "true",
     "stragglers.ranks": "{1: 2}", "stragglers.links": "{port: {0: 0.5}}", "stragglers.jitter": "0.2", "iters": "3",
     "warmup": "1", "verify": "false", "parts": "false", "timeout_s": "5", "seed": "4", "window": "[9,0]", "chunk": "64",
-    "mode": "alone", "workload": "train", "kernel.sm_margin": "8",
+    "mode": "alone", "workload": "train", "kernel.sm_margin": "8", "decode.tensor_parallel": "2",
+    "decode.latent": "true",
 }  # fmt: skip
 """Another valid value of each key of conf/config.yaml, and of the one of conf/kernel."""
 ABOUT_THE_OUTPUT = {"trace", "baseline", "reuse", "results_dir"}
@@ -60,7 +62,7 @@ def record(*overrides: str) -> dict[str, Any]:
 @pytest.mark.parametrize("key", sorted({*keys()} - ABOUT_THE_OUTPUT - OF_PEERS))
 def test_each_key_is_read_refused_or_said_to_be_unread(key: str) -> None:
     """By another value on a simulated point a figure or a description differs, or a note names it, or it is refused."""
-    base = TRAINING if key.startswith("train.") else POINT
+    base = TRAINING if key.startswith("train.") else DECODING if key.startswith("decode.") else POINT
     base = tuple(word for word in base if word.partition("=")[0] != key)
     try:
         differs = record(*base, f"{key}={OTHERWISE[key]}")
