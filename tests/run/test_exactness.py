@@ -381,7 +381,7 @@ def test_refusals_name_value_rule_and_remedy(ranks: Ranks) -> None:
     answer = ranks.run(jobs.refusal, ulysses, (1, 4, 4, 8), (1, 4, 4, 8))[:3]
     assert answer == [
         "RequestError: gpus=3: ulysses splits heads=4 evenly, and kv_heads=4 must divide evenly too or be a divisor of "
-        "the ranks; one of 1, 2, 4 would work"
+        "the ranks; one of 1, 2, 4, or method.pad_heads=true would work"
     ] * 3  # fmt: skip
     zigzag = Case(n=3, method="ring", layout="zigzag")
     assert "seqlen=3: the zigzag layout" in ranks.run(jobs.refusal, zigzag, (1, 1, 2, 8), (1, 1, 2, 8))[0]
