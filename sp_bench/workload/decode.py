@@ -135,5 +135,6 @@ class Decode(Attention):
         return DecodeStep(
             sequences=len(problem.mask.lengths),
             cache_bytes=problem.chunk_bytes(KV, wire=False),
+            latent_keys=problem.latent or None,
             cache_tensor_parallel=self.degree if self.degree > 1 else None,
         )
