@@ -45,6 +45,7 @@ def test_documents_are_sequences_of_their_own_lengths() -> None:
         ("method=ring", "method=ring: would send keys, .* method=.*helix.* would work"),
         ("mask=full", "mask=full: a new token sees all .* mask=causal, or mask=document"),
         ("mask=window window=[512,0]", "mask=window: a new token sees all"),
+        ("kv_heads=3", "kv_heads=3: must divide heads=32 .* 8, 16, 32 would work"),
         ("kv_seqlen=7", "a cache of 7 keys: each of gpus=8 ranks .*; 8 keys or more"),
         ("seqlen=4 kv_seqlen=2", "sequence 0 with 2 keys: .* 4 new tokens"),
         ("decode.tensor_parallel=3", "decode.tensor_parallel=3: must divide gpus=8"),
