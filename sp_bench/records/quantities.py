@@ -236,7 +236,7 @@ class Breakdown:
     bound_ms: Annotated[float | None, Result("lower bound of the step", "ms")] = None
     """A lower bound on the step on that cluster: for each phase its blocks, its busiest link, or its latencies."""
     bound_by: Annotated[str | None, Setting("bound by", wandb=SUMMARY)] = None
-    """The cause of most of the bound: compute, memory (reads of caches in a decode step), latency, or a class of links."""
+    """The cause of most of the bound: compute, memory (reads of a decode step), latency, or a class of links."""
     compute_ms: Annotated[float | None, Result("compute time of the busiest rank", "ms", noisy=True)] = None
     """Blocks and folds of the busiest rank. On shared cores this includes waiting for a core."""
     compute_only_ms_median: float | None = None
@@ -377,6 +377,8 @@ class DecodeStep:
     """The number of sequences, each with a cache of its own."""
     cache_bytes: Annotated[int | None, Result("cache of one layer on a GPU", "GB", 1e-9, better="less")] = None
     """Keys and values of one layer that a GPU holds, of all sequences; those of the GPU that holds most."""
+    latent_keys: Annotated[bool | None, Setting()] = None
+    """Whether values are the first elements of one head of latent keys, if they are."""
     cache_tensor_parallel: Annotated[int | None, Setting()] = None
     """How many GPUs share each part of the caches, with a part of the heads each, if several do."""
 
