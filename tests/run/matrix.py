@@ -33,7 +33,8 @@ def variants(n: int) -> list[Case]:
 
 def others(n: int) -> list[Case]:
     """Every method but ring, all_gather, tasp and mesh with whole heads, in every variant. u ranks split 2u heads."""
-    cases = [Case(n=n, method=method) for method in ("striped", "zigzag", "pass_q", "hybrid_cp")]
+    cases = [Case(n=n, method=method) for method in ("striped", "zigzag", "pass_q", "hybrid_cp", "dcp", "helix")]
+    cases += [Case(n=n, method="dcp", options=(("collectives", "messages"),))]
     cases += [
         Case(n=n, method=method, options=(("inner", inner),))
         for inner in divisors(n)
