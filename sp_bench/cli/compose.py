@@ -26,6 +26,7 @@ from sp_bench.loggers.wandb_client import WandbSettings
 from sp_bench.machine import gpus_here
 from sp_bench.reading import has_key, keys_at
 from sp_bench.resources import CONF, conf_folders
+from sp_bench.workload import workload_named
 
 SECTIONS = {"cluster": ClusterSection, "implementation": Implementation, "logger": WandbSettings}
 """Groups whose keys can be set even if the chosen file lacks them."""
@@ -128,6 +129,8 @@ class Composer(ExitStack):
         if resolved["dtype"] is None:
             on_cpus = here and (resolved["device"] == "cpu" or not self._gpus)
             resolved["dtype"] = DTYPE_HERE if on_cpus else DTYPE
+        if resolved["phase"] is None:
+            resolved["phase"] = workload_named(str(resolved["workload"])).usual_phase
         return {str(key): value for key, value in resolved.items()}
 
     def baseline(self, config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any] | None:

@@ -69,6 +69,7 @@ class Given:
     def of(cls, config: Mapping[str, Any]) -> Self:
         """Read a config with the keys of conf/config.yaml. Raises RequestError for the first invalid value."""
         workload, values = workload_named(str(config["workload"])), Values.of(config)
+        values = structs.replace(values, kv_seqlen=workload.kv_seqlen(config, values.seqlen, values.kv_seqlen))
         return cls(config=config, workload=workload, values=values, mask=mask_of(config, values.seqlen, values.seed))
 
     @property

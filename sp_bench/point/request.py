@@ -164,7 +164,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     here = not (launch and launch.future)
     method = _method(given, here=here)
     peer = method if isinstance(method, Peer) else None
-    problem = _problem(given, method, kind.tensor_parallel(config), kind.data_parallel(config))
+    problem = _problem(given, method)
     section = read(KernelSection, config["kernel"], "kernel")
     kernel, margin = section.name, None if section.sm_margin == "auto" else section.sm_margin
     workload = kind.build(config, phases)
@@ -173,6 +173,8 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     cluster.refuse(values.gpus)
     mode = resolve_mode(config, values.gpus, cluster, launch, of_a_peer=peer is not None)
     workload.refuse(problem, mode.name, peer)
+    for chunk in workload.chunks(problem):
+        method.refuse(chunk)
     transport, notes = transport_of(config, mode, cluster, of_a_peer=peer is not None)
     notes += cluster.warnings
     cluster = replace(cluster, transport_options=transport)
@@ -235,17 +237,22 @@ def _with_collectives(method: Method | Peer, transport: TransportKind) -> Method
     return method
 
 
-def _problem(given: Given, method: Method | Peer, tensor_parallel: int, data_parallel: int = 1) -> Problem:
+def _problem(given: Given, method: Method | Peer) -> Problem:
     """The problem in the method's layout, with the heads of one of the GPUs that share a rank's tokens.
 
     Raises RequestError if the method refuses it, or the GPUs can't share the heads.
     """
-    values, mask = given.values, given.mask
+    values, mask, section = given.values, given.mask, given.workload.section
+    tensor_parallel, data_parallel = (
+        given.workload.tensor_parallel(given.config),
+        given.workload.data_parallel(given.config),
+    )
     shape = {key: getattr(values, key) for key in SHAPE}
     for key in ("gpus", "heads", "kv_heads"):
         if getattr(values, key) % tensor_parallel:
             rule = f"must divide {key}={getattr(values, key)}"
-            raise RequestError(f"train.tensor_parallel={tensor_parallel}", rule, "train.tensor_parallel=1 would work")
+            asked = f"{section}.tensor_parallel"
+            raise RequestError(f"{asked}={tensor_parallel}", rule, f"{asked}=1 would work")
     n, rest = divmod(values.gpus // tensor_parallel, data_parallel)
     if rest:
         groups = values.gpus // tensor_parallel

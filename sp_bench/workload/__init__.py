@@ -4,6 +4,7 @@ from sp_bench.errors import unknown
 from sp_bench.workload.attention import Attention
 from sp_bench.workload.base import RankContext, Spec, Step, Workload
 from sp_bench.workload.gate import TOLERANCE, GateErrors
+from sp_bench.workload.prefill import Prefill
 from sp_bench.workload.train import Dit, Train
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Attention",
     "Dit",
     "GateErrors",
+    "Prefill",
     "RankContext",
     "Spec",
     "Step",
@@ -20,7 +22,7 @@ __all__ = [
     "workload_named",
 ]
 
-WORKLOADS: dict[str, type[Workload]] = {workload.name: workload for workload in (Attention, Train, Dit)}
+WORKLOADS: dict[str, type[Workload]] = {workload.name: workload for workload in (Attention, Train, Dit, Prefill)}
 """Every workload, by the value of the key `workload`. A new one is imported above and listed here."""
 
 

@@ -14,7 +14,7 @@ from sp_bench.lower import DEFAULT_TRANSPORT, TransportOptions
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
-from sp_bench.records.quantities import TrainingStep
+from sp_bench.records.quantities import Prompt, TrainingStep
 from sp_bench.workload.gate import GateErrors
 
 if TYPE_CHECKING:
@@ -119,8 +119,12 @@ class Workload(ABC):
     """The value of the key `workload`."""
     phase_choices: ClassVar[Mapping[str, tuple[str, ...]]]
     """The phases that are timed, in order, for each value of the key `phase`."""
+    usual_phase: ClassVar[str] = "forward_backward"
+    """The value of the key `phase` that phase=null stands for."""
     keys: ClassVar[tuple[str, ...]] = ()
     """Keys of the config that only this workload reads."""
+    section: ClassVar[str] = "train"
+    """The section of the config that divides the GPUs, if any does."""
     simulated_as: ClassVar[str] = "attention"
     """Its simulation (sp_bench.point.simulations)."""
 
@@ -131,6 +135,11 @@ class Workload(ABC):
     def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Self:
         """The workload of a config. Raises RequestError for its invalid keys."""
         return cls(phases=phases)
+
+    @classmethod
+    def kv_seqlen(cls, config: Mapping[str, Any], seqlen: int, asked: int | None) -> int | None:
+        """The keys of the problem, of which `asked` is the value of the key kv_seqlen; None for as many as queries."""
+        return asked
 
     def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:  # noqa: B027  # attention runs on all
         """Raise RequestError if the workload can't have such a problem, run in the mode, or call a peer."""
@@ -174,6 +183,10 @@ class Workload(ABC):
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
         """The phases that ranks execute if `phases` are timed: a backward needs its forward."""
 
+    def chunks(self, problem: Problem) -> tuple[Problem, ...]:
+        """The attentions that a step computes one after another, each by plans of its own."""
+        return (problem,)
+
     @property
     def plan_phases(self) -> tuple[str, ...]:
         """The phases of the method's plans that the timed phases execute."""
@@ -190,6 +203,10 @@ class Workload(ABC):
     def described(self, problem: Problem) -> TrainingStep:
         """The fields of a record that describe a training step."""
         return TrainingStep()
+
+    def prompt(self, problem: Problem) -> Prompt:
+        """The fields of a record that describe how a prompt is computed."""
+        return Prompt()
 
     def held_bytes(self, device: DeviceCosts, problem: Problem) -> Mapping[str, int]:
         """Bytes that a rank holds beside its attention, by kind."""
@@ -208,6 +225,14 @@ class Workload(ABC):
         """Make the inputs and the engine of a step. All ranks must call it."""
 
 
+@dataclass(frozen=True)
+class PlannedChunk:
+    """One of several attentions of a step, with its plans."""
+
+    problem: Problem
+    plans: Mapping[str, Plan]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """A point, as ranks get it. It is pickled for them."""
@@ -217,6 +242,8 @@ class Spec:
     """The problem in the layout of the plans' method, or the peer."""
     plans: Mapping[str, Plan] = field(default_factory=dict)
     """The plan of each phase that is executed; empty for a peer."""
+    chunks: tuple[PlannedChunk, ...] = ()
+    """With workload=prefill: the chunks of the prompt in order, of which `problem` and `plans` are the last one's."""
     peer: Peer | None = None
     """A peer's attention, in place of plans."""
     kernel: str = "auto"
