@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch
@@ -15,6 +15,7 @@ from sp_bench.peers.engine import PeerEngine
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.run.buffers import Arena
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.graphs import GraphedEngine
@@ -22,7 +23,7 @@ from sp_bench.run.groups import gathered, world
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sms import SmShares, share
 from sp_bench.run.transport import AloneTransport
-from sp_bench.workload.base import RankContext, Spec
+from sp_bench.workload.base import PlannedChunk, RankContext, Spec
 from sp_bench.workload.exact_rows import Sample, errors_of_rows, sampled
 from sp_bench.workload.gate import GateErrors
 
@@ -184,19 +185,43 @@ def make_engine(
     """
     if spec.peer:
         return PeerEngine(spec.peer, problem, spec.executed, context.device)
-    plans = plans or spec.plans
-    kernel = choose(spec.kernel, context.device.type, problem.dtype, problem.head_dim)
-    shares = share(kernel, plans, context.device, spec.sm_margin)
+    (engine,) = make_engines(spec, [PlannedChunk(problem, plans or spec.plans)], context, timed=timed)
+    if not context.cuda_graph or not engine.queues:
+        return engine
+    return GraphedEngine(engine, engine.queues, _all_can if context.cuda_graph == "auto" else None)
+
+
+def make_engines(
+    spec: Spec, chunks: Sequence[PlannedChunk], context: RankContext, *, timed: bool = False
+) -> list[Engine]:
+    """An engine for each of the attentions, which run one after another. All ranks must call it.
+
+    They have one transport. Several use the same memory for their buffers in turn, if the transport doesn't make it.
+    """
+    problem, device = chunks[0].problem, context.device
+    plans = {f"{phase} {i}": plan for i, chunk in enumerate(chunks) for phase, plan in chunk.plans.items()}
+    kernel = choose(spec.kernel, device.type, problem.dtype, problem.head_dim)
+    shares = share(kernel, plans, device, spec.sm_margin)
     rank, transport = context.rank, None
     if spec.alone is not None:
         rank, transport = spec.alone, AloneTransport()
     elif problem.n > 1:
         transport = context.transport(plans, shares.lane_ctas if shares else None)
-    marked = timed or marks_parts(spec)
-    engine = Engine(plans, problem, kernel, context.device, rank=rank, transport=transport, shares=shares, timed=marked)
-    if not context.cuda_graph or not engine.queues:
-        return engine
-    return GraphedEngine(engine, engine.queues, _all_can if context.cuda_graph == "auto" else None)
+    marked, arena = timed or marks_parts(spec), Arena(device) if len(chunks) > 1 else None
+    return [
+        Engine(
+            chunk.plans,
+            chunk.problem,
+            kernel,
+            device,
+            rank=rank,
+            transport=transport,
+            shares=shares,
+            arena=arena,
+            timed=marked,
+        )
+        for chunk in chunks
+    ]
 
 
 def _all_can(here: bool) -> bool:
@@ -209,12 +234,13 @@ def random_inputs(problem: Problem, rank: int, seed: int, device: torch.device) 
     generator = torch.Generator(device).manual_seed(seed * 1_000_003 + rank)
     tokens = [int(side.tokens(rank)) for side in (problem.queries, problem.keys)]
     widths = problem.head_dim, problem.value_dim
-    q, dout = (_random(problem, tokens[0], problem.heads, width, generator) for width in widths)
-    k, v = (_random(problem, tokens[1], problem.kv_heads, width, generator) for width in widths)
+    q, dout = (random_tensor(problem, tokens[0], problem.heads, width, generator) for width in widths)
+    k, v = (random_tensor(problem, tokens[1], problem.kv_heads, width, generator) for width in widths)
     return q, k, v, dout
 
 
-def _random(problem: Problem, tokens: int, heads: int, width: int, generator: torch.Generator) -> Tensor:
+def random_tensor(problem: Problem, tokens: int, heads: int, width: int, generator: torch.Generator) -> Tensor:
+    """Normal random numbers in the problem's dtype, on the generator's device: (B, tokens, heads, width)."""
     shape = (problem.batch, tokens, heads, width)
     dtype, device = getattr(torch, problem.dtype), generator.device
     if device.type == "cpu":
