@@ -51,7 +51,8 @@ def _chunks(record: Record) -> str:
     if record.chunks is None or record.prefill_chunk is None:
         return "-"
     cached = f", {tokens(record.prefill_cached)} cached before" if record.prefill_cached else ""
-    ends = f": {number(record.chunk_ms[0], 4)} to {number(record.chunk_ms[-1], 4)} ms" if record.chunk_ms else ""
+    each_ms = record.chunk_ms or []
+    ends = f": {number(each_ms[0], 4)} to {number(each_ms[-1], 4)} ms" if len(each_ms) > 1 else ""
     return f"{record.chunks} of {tokens(record.prefill_chunk)}{cached}{ends}"
 
 

@@ -20,19 +20,12 @@ kernels, folds, and the thread that executes the plan (on a GPU: that queues the
 TRAINING = ("attention", "loss", "gradient_sync", "optimizer")
 """Parts of a training step's `STEP`: all of the attention, waits included, the head with its loss, the summation of
 gradients over the ranks, and the optimizer."""
-CHUNK = "chunk "
-"""How the part begins that is one chunk of a prompt, which ends with its number (`chunk_part`)."""
 CORES = {STEP: "core", COMPUTE_ONLY: "compute_only_core", COMMUNICATION_ONLY: "communication_only_core"}
 """The part that is busy core seconds of the rank's machine, beside each of these parts: all processes, over all phases
 together and the barriers around them. Not sampled on a GPU."""
 CORE_WINDOW = "core_window"
 """The part that is how long the time lasted in which the `core` seconds were counted."""
 ALL_PHASES = "all"
-
-
-def chunk_part(index: int) -> str:
-    """The part that is a chunk of a prompt."""
-    return f"{CHUNK}{index}"
 
 
 class Row(NamedTuple):

@@ -93,7 +93,7 @@ class _Prompt:
         return self.cluster.tensor_parts(self.gpus, self.workload.degree)
 
     def costs(self, choice: Choice) -> PrefillCosts | None:
-        """What is beside a chunk's attention; None without a model."""
+        """The costs beside a chunk's attention; None without a model."""
         if not self.workload.model:
             return None
         return self.workload.costs(choice.problem, self.cluster.device, self.cluster.crowding(self.gpus))

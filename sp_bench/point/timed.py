@@ -17,7 +17,6 @@ from sp_bench.measure.samples import (
     STEP,
     TRAINING,
     Samples,
-    chunk_part,
 )
 from sp_bench.measure.stats import rank_medians_ms, slowest_ms, summarise
 from sp_bench.plan.method import PHASES
@@ -25,6 +24,7 @@ from sp_bench.point.counted import by_lane, plain
 from sp_bench.point.request import Request
 from sp_bench.records.quantities import HOST_BOUND, Breakdown, Memory, Prompt, Timing, Traffic, TrainingStep
 from sp_bench.records.timeline import MeasuredTimeline
+from sp_bench.workload.prefill_costs import chunk_part
 
 
 def timing(request: Request, samples: Samples) -> Timing:

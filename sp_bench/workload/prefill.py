@@ -84,7 +84,10 @@ class Prefill(Workload):
 
     @classmethod
     def kv_seqlen(cls, config: Mapping[str, Any], seqlen: int, asked: int | None) -> int | None:
-        """What is cached and the prompt. Raises RequestError where kv_seqlen is given too, or a mask of documents."""
+        """The number of keys: those cached and the prompt's.
+
+        Raises RequestError where kv_seqlen is given too, and for a mask of documents.
+        """
         if asked is not None:
             rule = "workload=prefill counts its keys itself: what is cached, and the prompt"
             raise RequestError(f"kv_seqlen={asked}", rule, "kv_seqlen=null prefill.cached=64k would work")
@@ -191,10 +194,10 @@ class Prefill(Workload):
         )
 
     def flops(self, phase: str, problem: Problem) -> float:
-        """Of the attention as account.model_flops counts it; with a model, 2 N D of its layers, and the last token's
-        head.
+        """FLOPs of the attention, as account.model_flops counts them; with a model also 2 N D of its layers, and those
+        of the last token's head.
 
-        With tensor parallelism, of one GPU of each group.
+        With tensor parallelism, they are those of one GPU of each group.
         """
         attention = self.layers * account.model_flops(problem, phase)
         if not self.model:

@@ -1,4 +1,4 @@
-"""Seconds and memory of a chunk of a prompt beside its attention. Imports no torch."""
+"""Seconds and memory of a chunk of a prompt beside its attention, and its name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ class PrefillCosts(LayerCosts):
     def activations_bytes(self) -> int:
         """Bytes of a feed-forward network at work: the residual stream, its norm, gate and up. No attention is then."""
         return self._element * self._tokens * 2 * (self.share.width + self.share.ffn)
+
+
+def chunk_part(index: int) -> str:
+    """The name of a chunk's whole time among the parts of a measured step."""
+    return f"chunk {index}"
 
 
 def layer_cache_bytes(problem: Problem) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_bench.measure.samples import chunk_part
 from sp_bench.plan.problem import Problem
 from sp_bench.run.devices import clock_of
 from sp_bench.run.engine import Engine
@@ -25,6 +24,7 @@ from sp_bench.workload.attention_step import make_engines, marks_parts, parts_of
 from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.exact_rows import Sample, errors_of_rows, sampled
 from sp_bench.workload.gate import GateErrors, worst_of
+from sp_bench.workload.prefill_costs import chunk_part
 
 COPIED = "with batch above 1 the rows of the cache that a chunk sees are copied before its attention"
 
@@ -33,7 +33,7 @@ class Cached:
     """A rank's random queries, keys and values of each chunk, and its cache."""
 
     def __init__(self, problems: Sequence[Problem], rank: int, seed: int, device: torch.device) -> None:
-        """What is cached before the first chunk is in the cache already, the rest of which isn't set."""
+        """Draw all, and put what is cached before the first chunk into the cache. The rest of that is zero."""
         generator = torch.Generator(device).manual_seed(seed * 1_000_003 + rank)
 
         def drawn(problem: Problem, tokens: int, heads: int, *widths: int) -> tuple[Tensor, ...]:
@@ -49,9 +49,9 @@ class Cached:
         self.q = [drawn(each, new, each.heads, each.head_dim)[0] for each, new in zip(problems, tokens, strict=True)]
         widths = last.head_dim, last.value_dim
         self.new = [drawn(each, new, each.kv_heads, *widths) for each, new in zip(problems, tokens, strict=True)]
-        before = drawn(first, self.starts[0], first.kv_heads, *widths)
-        self.cache = tuple(x.new_zeros(x.shape[0], self.ends[-1], *x.shape[2:]) for x in before)
-        for cache, x in zip(self.cache, before, strict=True):
+        self.before = drawn(first, self.starts[0], first.kv_heads, *widths)
+        self.cache = tuple(x.new_zeros(x.shape[0], self.ends[-1], *x.shape[2:]) for x in self.before)
+        for cache, x in zip(self.cache, self.before, strict=True):
             cache[:, : self.starts[0]] = x
 
     def write(self, index: int) -> None:
@@ -65,8 +65,12 @@ class Cached:
         return k, v
 
     def errors(self, index: int, context: RankContext, out: Tensor, sample: Sample) -> GateErrors:
-        """Errors of sampled rows of a chunk's output, as `Sample.of` returns them. All ranks must call it."""
-        inputs = self.q[index], *self.seen(index), self.q[index]  # of dout no row is looked at
+        """Errors of sampled rows of a chunk's output, as `Sample.of` returns them. All ranks must call it.
+
+        They are held against keys and values as they were drawn, whatever is in the cache.
+        """
+        k, v = (torch.cat(each, 1) for each in zip(self.before, *self.new[: index + 1], strict=True))
+        inputs = self.q[index], k, v, self.q[index]  # of dout no row is looked at
         return errors_of_rows(self.problems[index], context, inputs, {"out": out}, sample)
 
 
@@ -192,7 +196,8 @@ class PrefillStep:
         found = [
             self._prompt.errors(index, self._context, rows, self._samples[index]) for index, rows in self._kept.items()
         ]
-        return worst_of(found, self._spec.problem.dtype, self._spec.problem.seqlen) if found else GateErrors()
+        tokens = sum(problem.seqlen for problem in self._prompt.problems)
+        return worst_of(found, self._spec.problem.dtype, tokens) if found else GateErrors()
 
     def close(self) -> None:
         """Release the engines' threads and streams."""

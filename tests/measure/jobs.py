@@ -21,7 +21,7 @@ from sp_bench.measure.pool import report
 from sp_bench.measure.start import Start
 from sp_bench.run.devices import HostClock
 from sp_bench.run.groups import own_group
-from sp_bench.workload import GateErrors, Spec, exact_rows
+from sp_bench.workload import GateErrors, Spec, exact_rows, prefill_step
 
 BAD = 1
 """The rank that goes wrong."""
@@ -211,3 +211,15 @@ def groups_of_points(specs: list[Spec]) -> list[int]:
     said = [found.wrong("float32") for found in results]
     assert not any(said), said
     return [*counts, len(c10d._world.pg_map)]
+
+
+def gated_without_writing(spec: Spec, index: int) -> str:
+    """The gate's answer on a prompt of which one chunk never comes into the cache."""
+    right = prefill_step.Cached.write
+
+    def write(self: prefill_step.Cached, chunk: int) -> None:
+        if chunk != index:
+            right(self, chunk)
+
+    with patch.object(prefill_step.Cached, "write", write):
+        return job._gate(0, spec).wrong("float32")
