@@ -6,7 +6,7 @@ from itertools import product
 from typing import NamedTuple
 
 from sp_bench.analysis.runs import Point, Runs, point
-from sp_bench.cli.words import tokens
+from sp_bench.cli.words import number, tokens
 from sp_bench.point.backing import TELLING
 from sp_bench.records import Record
 
@@ -60,7 +60,7 @@ def prompts(runs: Runs) -> list[Row]:
         row |= {"its first and last chunk, ms": ", ".join(f"{each_ms[end]:,.0f}" for end in (0, -1))}
         row |= {"its bound, s": f"{(record.bound_ms or 0) / 1e3:.3g}, by {record.bound_by}"}
         sizes = record.comm_bytes_per_gpu, record.cache_bytes, record.peak_mem_bytes_max
-        rows.append(row | {"it sends, GB; cache; peak": "; ".join(f"{(size or 0) / 1e9:.3g}" for size in sizes)})
+        rows.append(row | {"it sends, GB; cache; peak": "; ".join(number((size or 0) / 1e9) for size in sizes)})
     return rows
 
 
