@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from sp_bench.checkout import one_name
 from sp_bench.methods.all_gather import AllGatherKV
 from sp_bench.methods.burst_attention import BurstAttention
+from sp_bench.methods.dcp import DCP
 from sp_bench.methods.double_ring import DoubleRing
 from sp_bench.methods.group_cast import GroupCastAttention
+from sp_bench.methods.helix import Helix
 from sp_bench.methods.hybrid_cp import HybridCP
 from sp_bench.methods.loongtrain import LoongTrain
 from sp_bench.methods.mesh_variants import Mesh
@@ -34,6 +36,7 @@ REGISTRY: dict[str, type[Method]] = {
         Reference, Ring, Striped, Zigzag, DoubleRing, BurstAttention, PassQ, AllGatherKV, TokenRing, Ulysses, UPipe,
         USP, LoongTrain, UlyssesAllGather, TASP, StarTrail, Mesh,
         GroupCastAttention, HybridCP,
+        DCP, Helix,
     )
 }  # fmt: skip
 """Every method by its name. A new one is imported above and listed here."""

@@ -8,7 +8,7 @@ are (ReduceScatter). Backward gathers OdOQ and KV, and reduces dQ and dKV.
 transfer hides behind a block, so that it suits short sequences. With `slices` the tile is computed once per slice of
 the heads: gathering a slice, and reducing another, hide behind the block of a third.
 
-The block is one operation where the mask leaves rectangles (plan.fuse.fusible): one kernel call of a full mask, few of
+The block is one operation where the mask leaves rectangles (plan.fuse.one_block): one kernel call of a full mask, few of
 a causal one in zigzag order. Otherwise, as with stripes, it is a * b kernel calls one after the other.
 
 Volume sent by each GPU: that of mesh.py. Where n doesn't divide N, the library's collectives pad chunks to the longest.
@@ -34,7 +34,6 @@ from sp_bench.plan import (
     Chunk,
     CollectiveMethod,
     CostProfile,
-    Fused,
     Grid,
     Group,
     Op,
@@ -44,7 +43,7 @@ from sp_bench.plan import (
     Steps,
     Tensor,
     all_gather,
-    fusible,
+    one_block,
     reduce_scatter,
 )
 
@@ -143,10 +142,7 @@ class GatheredMesh(OrderedMesh, CollectiveMethod):
     def _tile(self, problem: Problem, i: int, block: Callable[[int, int, int], Single]) -> list[Op]:
         """The tile of slice i as one operation, or block by block where the mask doesn't allow it."""
         a, b = self.tile_shape(problem.n)
-        blocks = tuple(block(i, u, v) for u in range(a) for v in range(b))
-        if len(blocks) > 1 and fusible(problem):
-            return [Fused(blocks)]  # pyright: ignore[reportArgumentType, reportReturnType]  # all of one phase
-        return [*blocks]
+        return one_block([block(i, u, v) for u in range(a) for v in range(b)], problem)
 
     def _groups(self, problem: Problem) -> tuple[Group | Grid, Group | Grid]:
         found = super()._groups(problem)

@@ -55,6 +55,8 @@ class PassQ(Method):
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*(n-1)", "backward": "(3 + o)*(n-1)"}
 
+    takes_caches: ClassVar[bool] = True
+
     row_sums: bool = False
     """Whether the backward sends rowsum(dO * O) in place of O."""
 

@@ -17,6 +17,7 @@ import numpy as np
 from sp_bench.cluster import Cluster
 from sp_bench.lower import NCCL, Lowering, TensorSpec, TransportKind, lower
 from sp_bench.plan.block_classes import block_classes
+from sp_bench.plan.caches import CacheBlocks
 from sp_bench.plan.casts import rows_read
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import demand, untouched_partials
@@ -147,8 +148,8 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
     the minimum over x with y = rho * n * h / x. For full attention, forward, k = kv_heads / heads:
         h = 1   4 N d sqrt(k / n) - (2 + 2 k) N d / n elements; Mesh-Attention reaches it at a = sqrt(k n)
         h = n   4 N d (n - 1) / n^2 elements; DeepSpeed-Ulysses reaches it
-    For a pack of documents the bound is for the way it is dealt, whatever the work (PackBlocks.least_moved); what is
-    split by heads inside a chunk is added.
+    For a pack of documents, and for caches, the bound is for the way they are dealt, whatever the work
+    (PackBlocks.least_moved, CacheBlocks.least_moved); what is split by heads inside a chunk is added.
     """
     split, problem = problem.layout.head_parallel, problem.in_one_slice
 
@@ -162,9 +163,12 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
     else:
         per_row = (0 if kept else q) + (payload_bytes(DO.by_heads) + payload_bytes(DQ.by_heads)) / split
         per_column = payload_bytes(DKV.by_heads) / split + (0 if kept else kv)
-    if isinstance(problem.blocks, PackBlocks):
-        tokens = problem.seqlen / problem.n  # a pack has as many keys
-        moved = split * problem.blocks.least_moved(per_row / tokens, per_column / tokens) / problem.n
+    if isinstance(problem.blocks, PackBlocks | CacheBlocks):
+        per_row -= q * problem.queries_everywhere
+        per_query, per_key = (
+            each * problem.n / side.seqlen for each, side in ((per_row, problem.queries), (per_column, problem.keys))
+        )
+        moved = split * problem.blocks.least_moved(per_query, per_key) / problem.n
         return moved + (split - 1) * (per_row + per_column)
     blocks = problem.n * problem.pairs / (problem.seqlen * problem.keys.seqlen) * split
     least, most = max(blocks / problem.n, 1.0), max(min(blocks, problem.n), 1.0)
@@ -174,7 +178,8 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
 
 
 def least_bytes(problem: Problem, phase: str) -> float | None:
-    """The fewest payload bytes that any method can send, however it splits heads, mean over GPUs; None for a pack.
+    """The fewest payload bytes that any method can send, however it splits heads, mean over GPUs; None for a pack,
+    and for caches.
 
     Assumptions: exact attention, one owner per token with all of its heads, equal work on every GPU. A unit is a
     chunk's tokens N/n with one head. A GPU that uses X query units and y key units of the g heads of one key head
@@ -188,7 +193,7 @@ def least_bytes(problem: Problem, phase: str) -> float | None:
     attention with as many key heads as heads, n or more, it is between n / (n + 1) and 1 of what
     DeepSpeed-Ulysses sends.
     """
-    if not problem.mask.sends_unseen:
+    if not problem.mask.sends_unseen or isinstance(problem.blocks, CacheBlocks):
         return None
     n, g, whole = problem.n, problem.heads // problem.kv_heads, problem.in_one_slice
 

@@ -177,7 +177,7 @@ def check(plan: Plan, problem: Problem) -> None:
     dataflow(plan)
     facts, wanted = _Facts(problem, np.arange(problem.n), kept=plan.kept), demand(plan, problem)
     for chunk in plan.starts_with:
-        facts.content[chunk] = facts.ranks
+        facts.content[chunk] = facts.owner(chunk) if chunk.index and problem.queries_everywhere else facts.ranks
         _placed(facts, chunk, "the plan's input")
     for index, op in plan:
         where = f"operation {index}, {op}"
@@ -197,11 +197,18 @@ COMPLETE = {"forward": ((O,), (OUT,)), "backward": ((DQ, DKV),)}
 
 def _interface(plan: Plan, problem: Problem) -> None:
     inputs, outputs = INTERFACES[plan.phase]
+    everywhere = problem.n if problem.queries_everywhere else 1
     for name, given, tensors in (("inputs", plan.inputs, inputs), ("outputs", plan.outputs, outputs)):
-        wanted = {Chunk(t, 0, Group(1, 1), heads=i) for t in tensors for i in range(problem.slices_of(t))}
+        copies = {t: everywhere if name == "inputs" and t is Q else 1 for t in tensors}
+        wanted = {
+            Chunk(t, u, Group(1, 1), heads=i)
+            for t in tensors
+            for u in range(copies[t])
+            for i in range(problem.slices_of(t))
+        }
         found = [chunk._replace(home=Group(1, 1)) for chunk in given]
         by_tensor = tuple(dict.fromkeys(chunk.tensor for chunk in given))
-        count = sum(map(problem.slices_of, by_tensor))
+        count = sum(problem.slices_of(t) * copies.get(t, 1) for t in by_tensor)
         whole = len(found) == len(set(found)) == count and wanted.issuperset(found)
         if not whole or (name == "outputs" and by_tensor not in COMPLETE[plan.phase]):
             slices = f", each in {problem.head_slices} slices" if problem.head_slices > 1 else ""

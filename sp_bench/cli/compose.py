@@ -26,7 +26,7 @@ from sp_bench.loggers.wandb_client import WandbSettings
 from sp_bench.machine import gpus_here
 from sp_bench.reading import has_key, keys_at
 from sp_bench.resources import CONF, conf_folders
-from sp_bench.workload import workload_named
+from sp_bench.workload import WORKLOADS
 
 SECTIONS = {"cluster": ClusterSection, "implementation": Implementation, "logger": WandbSettings}
 """Groups whose keys can be set even if the chosen file lacks them."""
@@ -35,6 +35,8 @@ SEQLEN, SEQLEN_HERE = 2**20, 2**9
 """The sequence length that is meant where none is given, and that on this machine, whose measurement takes seconds."""
 DTYPE, DTYPE_HERE = "bfloat16", "float32"
 """The same of the dtype: many CPUs emulate bfloat16, which takes ten times as long."""
+PHASE = "forward_backward"
+"""The phase that is meant where none is given, unless the workload has another."""
 METHOD = ("method", None)
 """The group of methods, in its own package."""
 
@@ -124,18 +126,22 @@ class Composer(ExitStack):
             raise RequestError(" ".join(overrides), what, "a plain value would work") from None
         assert isinstance(resolved, dict)
         here = resolved["cluster"].get("this_machine") is True
+        if resolved["workload"] in WORKLOADS:
+            resolved |= WORKLOADS[resolved["workload"]].filled(resolved, here=here)
         if resolved["seqlen"] is None:
             resolved["seqlen"] = SEQLEN_HERE if here else SEQLEN
         if resolved["dtype"] is None:
             on_cpus = here and (resolved["device"] == "cpu" or not self._gpus)
             resolved["dtype"] = DTYPE_HERE if on_cpus else DTYPE
         if resolved["phase"] is None:
-            resolved["phase"] = workload_named(str(resolved["workload"])).usual_phase
+            resolved["phase"] = PHASE
         return {str(key): value for key, value in resolved.items()}
 
     def baseline(self, config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any] | None:
         """The config of a point's baseline: another method at its defaults, all else the same; None without one."""
         name = config["baseline"]
+        if config["workload"] in WORKLOADS:
+            name = WORKLOADS[config["workload"]].baselines.get(name, name)
         if name is None or name == config["method"]["name"]:
             return None
         if name not in self.choices("method"):

@@ -168,7 +168,7 @@ ROWS = (
     Row("step [two of three]", lambda r: "-" if r.measured else step(r), always=True),
     Row("time to first token", _first_token, always=True),
     Row("  chunks", _chunks, always=True),
-    Row("KV cache of a GPU", lambda r: amount(r.cache_bytes), always=True),
+    Row("KV cache of a GPU", lambda r: amount(r.kv_cache_bytes), always=True),
     Row("  forward", lambda r: milliseconds(r.forward_ms_median, 5)),
     Row("  backward", lambda r: milliseconds(r.backward_ms_median, 5)),
     Row("  update", lambda r: milliseconds(r.update_ms_median, 5)),

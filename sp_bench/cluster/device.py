@@ -16,13 +16,16 @@ from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.kernel_table import KernelTable, Rates
 from sp_bench.cluster.variable import FLOPS_PER_PAIR, Kernel, blocks_s, joined_s
 from sp_bench.errors import RequestError, unknown
+from sp_bench.plan.caches import CacheBlocks
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.intervals import Sizes
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.plan.regions import Region, RegionKind
-from sp_bench.plan.tensors import Kind, Tensor
+from sp_bench.plan.tensors import KV, OUT, Kind, Q, Tensor
 from sp_bench.reading import Count, NotNegative, Positive, Section, figure, read
 
+ROWS_OF_A_TILE = 64
+"""Rows that a kernel for decoding multiplies at once, filled or not: those of Hopper's matrix instructions."""
 FORMS = ("PCIe", "NVL")
 """Forms of one GPU model, with different clocks and peaks."""
 
@@ -187,7 +190,10 @@ class DeviceCosts:
             notes.append(f"the kernel rates of {self.name} are assumptions, at least in part")
         if problem.v_head_dim:
             notes.append(f"values of {problem.v_head_dim} are padded, and take as long as values of {problem.head_dim}")
-        if isinstance(problem.blocks, PackBlocks):
+        if isinstance(problem.blocks, CacheBlocks):
+            rate = f"{self.memory_bytes_per_s / 1e12:.3g} TB/s"
+            notes.append(f"a decode step's kernel is simulated by its reads of memory at {rate}, not by measured times")
+        elif isinstance(problem.blocks, PackBlocks):
             notes.append(self._pack_note(problem.blocks, table.smallest))
         elif (tokens := min(problem.queries.largest, problem.keys.largest)) < table.smallest:
             notes.append(
@@ -214,6 +220,9 @@ class DeviceCosts:
         blocks = problem.blocks
         if isinstance(blocks, PackBlocks):
             return self._pack_s(problem, phase, blocks)
+        if isinstance(blocks, CacheBlocks):
+            chunks = range(blocks.n)
+            return np.array([self.caches_s(problem, [q], kv) for q in chunks for kv in chunks])
         classes = map(blocks.regions_of, range(blocks.classes))
         return np.array([self.regions_s(problem, phase, regions) for regions in classes])
 
@@ -237,6 +246,29 @@ class DeviceCosts:
             several_s = alone_s / kernel.factor(mask)
             total_s[there] += self.launch_s + kernel.call_s(alone_s, several_s, np.bincount(of), whole, longest)
         return total_s
+
+    def caches_s(self, problem: Problem, queries: Sequence[int], keys: int) -> float:
+        """Seconds of a decode step's kernel call: the rows of some chunks, of all sequences, with the keys of one chunk.
+
+        A call reads the keys and values of every sequence once, for all of its rows, and takes as long as that or as
+        its matrix products, whichever is longer. These are of tiles of rows, of which a sequence fills one or more. A
+        long cache is cut into parts that several multiprocessors compute, which a second kernel puts together
+        (FlashDecoding, Dao et al. 2023).
+        """
+        blocks, width = problem.blocks, problem.head_dim
+        assert isinstance(blocks, CacheBlocks), "only a decode step has caches"
+        read, (rows, seen) = blocks.work(np.asarray(queries), keys)
+        if not read:
+            return 0.0
+        row_bytes = problem.token_bytes(Q.fields[0], wire=False) + problem.token_bytes(OUT.fields[0], wire=False)
+        moved = read * sum(problem.token_bytes(field, wire=False) for field in KV.fields) + int(rows.sum()) * row_bytes
+        tiles = -(-rows // ROWS_OF_A_TILE) * ROWS_OF_A_TILE
+        flops = FLOPS_PER_PAIR["forward"] * float((tiles * seen).sum()) * problem.kv_heads * width
+        most = max(int(seen.max()), self._table(problem).smallest)
+        rate = self._table(problem).flops_per_s(
+            "forward", "full", most, most, batch_heads=problem.kv_heads, dtype=problem.dtype
+        )
+        return 2 * self.launch_s + max(moved / self.memory_bytes_per_s, flops / rate)
 
     def joined_s(self, problem: Problem, phase: str, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Seconds of one call each of a query chunk of a pack, (calls,), with several key chunks, (chunks, calls).

@@ -4,7 +4,7 @@ from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.casts import members_seen, refuse_other_keys, rows_seen_elsewhere
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.dealers import DEALERS, Dealt
-from sp_bench.plan.fuse import fusible
+from sp_bench.plan.fuse import has_caches, one_block
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.method import OPEN_LAYOUTS, CollectiveMethod, Method, ScheduleTime, Sized
@@ -15,7 +15,6 @@ from sp_bench.plan.ops import (
     Bundle,
     Chunk,
     Fold,
-    Fused,
     Gathered,
     GroupCast,
     GroupReduce,
@@ -65,7 +64,6 @@ __all__ = [
     "Dealt",
     "Exchange",
     "Fold",
-    "Fused",
     "Gathered",
     "Grid",
     "Group",
@@ -88,10 +86,11 @@ __all__ = [
     "Tensor",
     "all_gather",
     "divisors",
-    "fusible",
+    "has_caches",
     "inner",
     "line_of",
     "members_seen",
+    "one_block",
     "outer",
     "receive_next",
     "reduce_next",

@@ -45,6 +45,7 @@ class Packed(Mask):
     """How many keys behind its own position a query sees, if not causal; None: all of its document."""
 
     sends_unseen: ClassVar[bool] = False
+    in_pieces: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for number, length in enumerate(self.lengths):

@@ -21,6 +21,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
+from sp_bench.plan.caches import Caches
 from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.ops import Attend, AttendBackward, Chunk, Fused, Op, Plan, Transfer
 from sp_bench.plan.problem import Problem
@@ -55,12 +56,28 @@ def fusible(problem: Problem) -> bool:
     """Whether blocks of different chunks are FULL rectangles, and chunks can lie side by side as one tensor."""
     layout, blocks, degree = problem.layout, problem.blocks, problem.layout.head_parallel
     chunks = problem.n // degree
-    if problem.batch > 1 or not problem.mask.sends_unseen or chunks == 1:
+    if problem.batch > 1 or not problem.mask.sends_unseen or problem.mask.in_pieces or chunks == 1:
         return False
     if any(tokens % (chunks * layout.pieces) for side in (problem.queries, problem.keys) for tokens in side.stretches):
         return False
     both = (blocks.regions_of(blocks.of(*pair)) for pair in ((0, degree), (degree, 0)))
     return all(region.kind is RegionKind.FULL for regions in both for region in regions)
+
+
+def one_block(blocks: Sequence[Single], problem: Problem) -> list[Op]:
+    """Blocks that start together as one operation, or one by one where the mask doesn't allow it.
+
+    Each of their query chunks must have a block with each of their key chunks. A decode step's are one kernel call for
+    variable lengths, whatever its chunks.
+    """
+    if len(blocks) > 1 and (has_caches(problem) or fusible(problem)):
+        return [Fused(tuple(blocks))]  # pyright: ignore[reportArgumentType]  # all of one phase
+    return [*blocks]
+
+
+def has_caches(problem: Problem) -> bool:
+    """Whether a problem is a decode step (plan.caches)."""
+    return isinstance(problem.mask, Caches)
 
 
 class Slots:

@@ -35,6 +35,8 @@ class Mask(ABC):
     name: ClassVar[str]
     sends_unseen: ClassVar[bool] = True
     """Whether plans also send what no query of the receiver sees, as the papers' formulas have it."""
+    in_pieces: ClassVar[bool] = False
+    """Whether a block may have many small regions, which kernels take together where they can."""
     balanced: ClassVar[tuple[str, ...]] = ()
     """The layouts that give all ranks equal work: of those with the same blocks one, the first of equally fast ones.
     Empty where that depends on the mask's numbers."""
@@ -70,6 +72,11 @@ class Mask(ABC):
     def history(self, seqlen: int, kv_seqlen: int) -> int:
         """The position of the first query among the keys: how many are before all queries, and dealt on their own."""
         return 0
+
+    def stretches(self, seqlen: int, kv_seqlen: int) -> tuple[int, ...]:
+        """Runs of the keys that are dealt to all ranks one by one: a history, and the keys of the queries' tokens."""
+        history = self.history(seqlen, kv_seqlen)
+        return (history, kv_seqlen - history) if history else (kv_seqlen,)
 
     def scaled(self, seqlen: int, unit: int = 1) -> Mask:
         """The same mask for a shorter sequence, its documents in multiples of `unit`."""
@@ -271,7 +278,7 @@ class Blocks:
     @cached_property
     def keys(self) -> Shards:
         """The tokens of keys as they are dealt."""
-        return Shards.of(self.layout, self.n, self.kv_seqlen, self.mask.history(self.seqlen, self.kv_seqlen))
+        return Shards(self.layout, self.n, self.mask.stretches(self.seqlen, self.kv_seqlen))
 
     def of(self, q_rank, kv_rank) -> Any:
         """The class of the block between the layout chunks of two ranks, or of two arrays of ranks."""

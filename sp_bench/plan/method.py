@@ -50,6 +50,8 @@ class Method(ABC):
     in n, h = heads, k = kv_heads / heads and the method's `symbols`."""
     counts_rows: ClassVar[bool] = False
     """Whether the closed form holds under packs of documents, too."""
+    takes_caches: ClassVar[bool] = False
+    """Whether it leaves keys where they are, so that it can be used for a decode step (plan.caches)."""
     limit: ClassVar[str] = "any number"
     """The most GPUs that it can use, in words."""
 

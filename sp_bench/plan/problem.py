@@ -12,6 +12,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from sp_bench.errors import RequestError, unknown
+from sp_bench.plan.caches import Caches
 from sp_bench.plan.layout import Layout, Shards
 from sp_bench.plan.mask import CAUSAL, Blocks, Mask
 from sp_bench.plan.tensors import Field, Kind, Tensor
@@ -47,6 +48,8 @@ class Problem:
     layout: Layout
     head_slices: int = 1
     """How many equal slices of the heads a method computes one after another; a chunk holds one slice."""
+    queries_everywhere: bool = False
+    """Whether all ranks start with the queries of all, as where each computes them from the same hidden states."""
     query_parts: int = 1
     """How many slices of the query heads share a slice of the key heads: p of them take every p-th query head in turn,
     so that each has as many of every key head."""
@@ -74,8 +77,9 @@ class Problem:
             rule = f"kernels pad values to the width of keys, head_dim={self.head_dim}"
             raise RequestError(f"v_head_dim={self.v_head_dim}", rule, f"v_head_dim={self.head_dim} or less would work")
         self.mask.refuse(self.seqlen, self.kv_seqlen)
-        self.queries.refuse()
-        self.keys.refuse("kv_seqlen")
+        if not isinstance(self.mask, Caches):  # which refuse ranks without keys, and may have few rows
+            self.queries.refuse()
+            self.keys.refuse("kv_seqlen")
         assert self.head_slices % self.query_parts == 0, "every slice of the key heads has as many of the query heads"
         assert self.query_parts == 1 or self.heads // self.kv_heads % self.query_parts == 0, "groups of heads are cut"
 
@@ -87,7 +91,7 @@ class Problem:
     @cached_property
     def keys(self) -> Shards:
         """The tokens of keys as they are dealt to ranks."""
-        return Shards.of(self.layout, self.n, self.kv_seqlen or self.seqlen, self.history)
+        return Shards(self.layout, self.n, self.mask.stretches(self.seqlen, self.kv_seqlen or self.seqlen))
 
     @property
     def value_dim(self) -> int:
@@ -223,8 +227,12 @@ class Problem:
     def scaled(self, seqlen: int, document_unit: int = 1) -> Problem:
         """The same problem for a shorter sequence, its documents scaled to multiples of a unit and dealt again.
 
-        The keys are scaled alike, as unevenly over ranks as they are.
+        The keys are scaled alike, as unevenly over ranks as they are. A decode step has all of its rows, and shorter
+        caches.
         """
+        if isinstance(self.mask, Caches):
+            mask = self.mask.shortened(self.n)
+            return replace(self, kv_seqlen=mask.kv_seqlen, mask=mask)
         mask = self.mask.scaled(seqlen, document_unit)
         layout = replace(mask.layout(self.layout.name), head_parallel=self.layout.head_parallel)
         return replace(self, seqlen=seqlen, kv_seqlen=self._scaled_keys(seqlen), mask=mask, layout=layout)

@@ -107,12 +107,11 @@ def summed(sent: Iterable[tuple[str, Mapping[tuple[str, ...], float]]]) -> dict[
 
 def _least(choice: Choice, times: Mapping[str, int]) -> float | None:
     """account.least_bytes of a step's phases."""
-    if not choice.problem.mask.sends_unseen:
-        return None
     found = [
         (count, account.least_bytes(each.problem, phase)) for each in choice.chunks for phase, count in times.items()
     ]
-    return sum(count * least for count, least in found if least is not None)
+    known = [count * least for count, least in found if least is not None]
+    return sum(known) if len(known) == len(found) else None
 
 
 def executions(workload: Workload) -> Counter[str]:
@@ -165,7 +164,7 @@ def rates(request: Request, step_ms: float, device_name: str | None) -> Rates:
     peak_tflops = request.cluster.device.peak_tflops.get(problem.dtype) if known else None
     return Rates(
         iters_per_s=1 / step_s,
-        tokens_per_s=problem.batch * problem.seqlen * request.workload.groups * request.workload.turns / step_s,
+        tokens_per_s=request.workload.tokens(problem) / step_s,
         tflops_per_gpu=tflops_per_gpu,
         mfu=tflops_per_gpu / peak_tflops if peak_tflops else None,
     )

@@ -70,7 +70,12 @@ class Given:
         """Read a config with the keys of conf/config.yaml. Raises RequestError for the first invalid value."""
         workload, values = workload_named(str(config["workload"])), Values.of(config)
         values = structs.replace(values, kv_seqlen=workload.kv_seqlen(config, values.seqlen, values.kv_seqlen))
-        return cls(config=config, workload=workload, values=values, mask=mask_of(config, values.seqlen, values.seed))
+        return cls(
+            config=config,
+            workload=workload,
+            values=values,
+            mask=mask_of(config, workload.pack_tokens(values), values.seed),
+        )
 
     @property
     def method(self) -> str:
@@ -102,7 +107,7 @@ class Given:
             **described(self.mask),
             dtype=str(self.config["dtype"]),
             wire_dtype=self.wire_dtype,
-            phase=str(self.config["phase"]),
+            phase=phase_named(self.workload, str(self.config["phase"])),
             cluster=self.config["cluster"]["name"],
             config=dict(self.config),
         )
@@ -132,6 +137,12 @@ class Given:
             kept |= {"device": devices.kind, "nccl": dict(devices.nccl)}
         kept |= {"alone": self.config["alone"] if mode == "alone" else None, "impl": self.impl, "version": version}
         return records.run_id(kept, measured=mode != "simulate", gpu_packages=_gpu_packages(devices))
+
+
+def phase_named(workload: type[Workload], phase: str) -> str:
+    """The name of the phases that a value of the key `phase` stands for: some workloads have only a forward."""
+    timed = workload.phase_choices.get(phase, ())
+    return timed[0] if len(timed) == 1 else phase
 
 
 def _gpu_packages(devices: Devices | None) -> tuple[str, ...] | None:

@@ -141,7 +141,7 @@ class Request:
     ) -> Record:
         """The record of this point. Without `parts` it has only the request."""
         return Record(
-            **fields_of(parts or (self.asked(), self.setup())),
+            **fields_of((*(parts or (self.asked(), self.setup())), self.workload.decoded(self.problem))),
             run_id=self.run_id,
             status=status,
             mode=self.mode,
@@ -185,7 +185,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     if mode.name == "simulate":
         cluster = replace(cluster, device=cluster.device.with_kernel(kernel).used_by(implementation))
         cluster.device.refuse(problem)
-    workload = workload.on(cluster.device, problem)
+    workload, cluster = workload.on(cluster.device, problem), workload.cluster_of(cluster, values.gpus)
     if mode.name != "simulate":
         refuse_others(implementation)
         notes += _refuse_measuring(config, workload, problem, cluster, mode, launch) if here else []
@@ -242,7 +242,7 @@ def _problem(given: Given, method: Method | Peer) -> Problem:
 
     Raises RequestError if the method refuses it, or the GPUs can't share the heads.
     """
-    values, mask, section = given.values, given.mask, given.workload.section
+    values, mask = given.values, given.mask
     tensor_parallel, data_parallel = (
         given.workload.tensor_parallel(given.config),
         given.workload.data_parallel(given.config),
@@ -251,8 +251,8 @@ def _problem(given: Given, method: Method | Peer) -> Problem:
     for key in ("gpus", "heads", "kv_heads"):
         if getattr(values, key) % tensor_parallel:
             rule = f"must divide {key}={getattr(values, key)}"
-            asked = f"{section}.tensor_parallel"
-            raise RequestError(f"{asked}={tensor_parallel}", rule, f"{asked}=1 would work")
+            of = given.workload.keys[0] if given.workload.keys else "train"
+            raise RequestError(f"{of}.tensor_parallel={tensor_parallel}", rule, f"{of}.tensor_parallel=1 would work")
     n, rest = divmod(values.gpus // tensor_parallel, data_parallel)
     if rest:
         groups = values.gpus // tensor_parallel
@@ -261,6 +261,8 @@ def _problem(given: Given, method: Method | Peer) -> Problem:
         rule = f"must divide gpus={values.gpus}{beside}"
         raise RequestError(f"train.data_parallel={data_parallel}", rule, f"{choices} would work")
     shape |= {key: shape[key] // tensor_parallel for key in ("heads", "kv_heads")}
+    given.workload.refuse_method(method)
+    shape, mask = given.workload.attention_of(shape, mask, n)
     layout, dtype = method.layout_of(mask, n), str(given.config["dtype"])
     wire_dtype = str(given.config["wire_dtype"] or "")
     problem = Problem(n=n, **shape, mask=mask, dtype=dtype, wire_dtype=wire_dtype, layout=layout)

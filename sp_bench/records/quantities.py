@@ -382,8 +382,22 @@ class Prompt:
     without one the attention of one layer over all chunks, which is only its share. The median if measured."""
     chunk_ms: list[float] | None = None
     """The time of each chunk, in order. Measured: of the rank with most, the median over iterations."""
-    cache_bytes: Annotated[int | None, Result("KV cache per GPU", "GB", 1e-9, better="less")] = None
+    kv_cache_bytes: Annotated[int | None, Result("KV cache per GPU", "GB", 1e-9, better="less")] = None
     """Bytes of keys and values, of all layers, that the GPU with most of them holds at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeStep:
+    """A decode step: its sequences and their caches. None for other workloads."""
+
+    how: ClassVar[str] = "from the request"
+
+    sequences: Annotated[int | None, Setting("sequences")] = None
+    """The number of sequences, each with a cache of its own."""
+    cache_bytes: Annotated[int | None, Result("cache of one layer on a GPU", "GB", 1e-9, better="less")] = None
+    """Keys and values of one layer that a GPU holds, of all sequences; those of the GPU that holds most."""
+    cache_tensor_parallel: Annotated[int | None, Setting()] = None
+    """How many GPUs share each part of the caches, with a part of the heads each, if several do."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from sp_bench.records.quantities import (
     Asked,
     Breakdown,
+    DecodeStep,
     Exactness,
     GpuState,
     Memory,
@@ -29,11 +30,26 @@ MODES = ("measure", "alone", "simulate")
 REPORTED = "report"
 """The mode of a record that holds what others published about their own code on their own machines."""
 
-Part = Asked | Setup | Timing | Rates | Traffic | Breakdown | Memory | GpuState | Exactness | Prompt | TrainingStep
+Part = (
+    Asked
+    | Setup
+    | Timing
+    | Rates
+    | Traffic
+    | Breakdown
+    | Memory
+    | GpuState
+    | Exactness
+    | Prompt
+    | TrainingStep
+    | DecodeStep
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record(TrainingStep, Prompt, Exactness, GpuState, Memory, Breakdown, Traffic, Rates, Timing, Setup, Asked):
+class Record(
+    DecodeStep, TrainingStep, Prompt, Exactness, GpuState, Memory, Breakdown, Traffic, Rates, Timing, Setup, Asked
+):
     """One benchmark point: the fields of all parts, and the point's identity. None means not known.
 
     The fields have the order of the file: a dataclass takes those of its last base first. Raises ValueError for an

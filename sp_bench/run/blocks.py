@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sp_bench.kernels import BlockKernel
+from sp_bench.kernels.contract import empty_output
 from sp_bench.kernels.fold import in_dtype
 from sp_bench.kernels.pieces import Pieces, calls
 from sp_bench.kernels.row_sums import projection, row_sums
+from sp_bench.plan.caches import CacheBlocks
 from sp_bench.plan.casts import keys_of
 from sp_bench.plan.dataflow import row_sums_released
 from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Fused, Gathered, Op, Place, Plan, RowSums
@@ -87,7 +90,49 @@ class Blocks:
                 return self._bundle(op)
         return None
 
+    def _of_caches(self, *blocks: Attend | AttendBackward) -> Perform:
+        """The call of blocks of a decode step with the same keys: the results of all of their rows are made together.
+
+        The rows of several chunks lie end to end, in the order of their owners, so that a sequence's keys are read once.
+        """
+        problem, kernel, (kv,) = self._problem, self._kernel, {block.kv for block in blocks}
+        alike = [block for block in blocks if isinstance(block, Attend)]
+        assert len(alike) == len(blocks) and isinstance(problem.blocks, CacheBlocks), "a decode step has no backward"
+        ordered = sorted(alike, key=lambda block: int(block.q.owner(self._rank)))
+        regions = problem.blocks.regions_between(
+            [int(block.q.owner(self._rank)) for block in ordered], int(kv.owner(self._rank))
+        )
+        windows, sums = self._calls(regions), [self._sums.of(block.o) for block in ordered]
+        ends = [0, *accumulate(into.shapes[0][1] for into in sums)]
+
+        def attend(run: Execution) -> None:
+            run.lap(WAITS)
+            held = run.holdings
+            q, (k, v) = end_to_end([held.chunks[block.q][0] for block in ordered]), held.chunks[kv]
+            run.lap(REST)
+            out, lse = empty_output(q[..., : v.shape[3]])
+            for window in windows:
+                rows = [tokens_of(x, part) for x, part in ((q, window.q), (k, window.kv), (v, window.kv))]
+                if isinstance(window.kind, Pieces):
+                    part = kernel.forward_pieces(*rows, window.kind)
+                else:
+                    part = kernel.forward(*rows, window.kind)
+                for into, x, dim in ((out, part[0], 1), (lse, part[1], 2)):
+                    if isinstance(window.q, range):
+                        into.narrow(dim, window.q.start, len(window.q)).copy_(x)
+                    else:
+                        into.index_copy_(dim, window.q, x)
+            run.lap(KERNELS)
+            run.see(k, v, out, lse)
+            for into, first, last in zip(sums, ends, ends[1:], strict=False):
+                held.partials.add_output(into, out[:, first:last], lse[:, :, first:last].contiguous())
+            run.lap(FOLDS)
+
+        return attend
+
     def _attend(self, op: Attend) -> Perform | None:
+        if isinstance(self._problem.blocks, CacheBlocks):
+            return self._of_caches(op)
         windows, kv = self._windows(op.q.place, op.kv.place), op.kv
         forward = self._forward(op.q, op.o, windows, partial(self._take, kv))
 
@@ -227,6 +272,8 @@ class Blocks:
         return take
 
     def _fused(self, op: Fused) -> Perform | None:
+        if isinstance(self._problem.blocks, CacheBlocks):
+            return self._of_caches(*op.blocks)
         found = kernel_calls(op, self._problem, self._rank)
         into = {chunk: block.writes for block in op.blocks for chunk in block.reads}
 
@@ -344,7 +391,7 @@ class Blocks:
         """The kernel calls of a block."""
         blocks = self._problem.blocks
         regions = blocks.regions_of(blocks.of(int(q.owner(self._rank)), int(kv.owner(self._rank))))
-        if self._problem.mask.sends_unseen:
+        if not self._problem.mask.in_pieces:
             return [Window(region.q, region.kv, region.kind) for region in (region.plain for region in regions)]
         return self._calls(regions)
 

@@ -24,7 +24,7 @@ from sp_bench.run.devices import Cuda, Device
 from sp_bench.run.execution import Sinks
 from sp_bench.run.executor import Action, Executor, Spent
 from sp_bench.run.holdings import LiveBytes
-from sp_bench.run.partials import Tensors
+from sp_bench.run.partials import Tensors, tokens_of
 from sp_bench.run.slices import one_slice, together
 from sp_bench.run.sms import SmShares
 from sp_bench.run.transport import GlooTransport, Transport
@@ -86,6 +86,8 @@ class Engine:
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Saved]:
         """Return out_BSHD of this rank's queries in the compute dtype, and the tensors saved for the backward.
+
+        `q` has this rank's queries, or those of all ranks where all of them have them (Problem.queries_everywhere).
 
         `sinks`, (H,) in the dtype of statistics, are scores that each row's softmax has besides those of keys.
         """
@@ -191,7 +193,11 @@ class Engine:
             width, alike = len(chunk.tensor.fields), [c for c in plan.kept if c.tensor == chunk.tensor]
             first = width * alike.index(chunk)
             return inputs[chunk.tensor][first : first + width]
-        slices = self._slices(chunk, inputs[chunk.tensor])
+        whole = inputs[chunk.tensor]
+        if chunk.tensor is Q and self.problem.queries_everywhere:
+            rows = self.problem.queries.positions(int(chunk.owner(self._rank)))
+            whole = tuple(tokens_of(x, rows[0] if rows else range(0)) for x in whole)
+        slices = self._slices(chunk, whole)
         return slices if chunk in self._views(plan) else tuple(x.contiguous() for x in slices)
 
     def _slices(self, chunk: Chunk, whole: Tensors) -> Tensors:

@@ -17,6 +17,11 @@ def positions(layout: Layout, rank: int, n: int, seqlen: int, history: int = 0) 
     """
     shards = Shards.of(layout, n, seqlen, history)
     shards.refuse()
+    return owned(shards, rank)
+
+
+def owned(shards: Shards, rank: int) -> Tensor:
+    """Return the global ids of the tokens that `rank` owns, in its local order: (S,) int64."""
     runs = shards.positions(rank)
     return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(r.start, r.stop, r.step) for r in runs)])
 
@@ -29,9 +34,19 @@ def shard(x_BSHD: Tensor, layout: Layout, rank: int, n: int, history: int = 0) -
 
 def unshard(x_BSHD: Tensor, layout: Layout, group: dist.ProcessGroup | None, n: int, history: int = 0) -> Tensor:
     """All-gather the full tensor on every rank: (B, S, H, D) -> (B, seqlen, H, D). Not differentiable."""
-    local = x_BSHD.detach().contiguous()
+    parts = _parts(x_BSHD.detach().contiguous(), group, n)
+    return _whole(parts, Shards.of(layout, n, sum(part.shape[1] for part in parts), history))
+
+
+def gathered(x_BSHD: Tensor, shards: Shards, group: dist.ProcessGroup | None) -> Tensor:
+    """All-gather the full tensor of some shards on every rank: (B, S, H, D) -> (B, seqlen, H, D)."""
+    return _whole(_parts(x_BSHD.detach().contiguous(), group, shards.n), shards)
+
+
+def _parts(local: Tensor, group: dist.ProcessGroup | None, n: int) -> list[Tensor]:
+    """The shards of all ranks."""
     if n == 1:
-        return _whole([local], layout, history)
+        return [local]
     count = torch.tensor([local.shape[1]], device=local.device)
     counts = [torch.empty_like(count) for _ in range(n)]
     dist.all_gather(counts, count, group=group)
@@ -41,13 +56,12 @@ def unshard(x_BSHD: Tensor, layout: Layout, group: dist.ProcessGroup | None, n: 
     padded[:, : local.shape[1]] = local
     parts = [torch.empty_like(padded) for _ in range(n)]
     dist.all_gather(parts, padded, group=group)
-    return _whole([part[:, :size] for part, size in zip(parts, tokens, strict=True)], layout, history)
+    return [part[:, :size] for part, size in zip(parts, tokens, strict=True)]
 
 
-def _whole(parts: list[Tensor], layout: Layout, history: int) -> Tensor:
+def _whole(parts: list[Tensor], shards: Shards) -> Tensor:
     """Assemble the full tensor from the shards of all ranks."""
-    n, seqlen = len(parts), sum(part.shape[1] for part in parts)
-    full = parts[0].new_empty((parts[0].shape[0], seqlen, *parts[0].shape[2:]))
+    full = parts[0].new_empty((parts[0].shape[0], shards.seqlen, *parts[0].shape[2:]))
     for rank, part in enumerate(parts):
-        full[:, positions(layout, rank, n, seqlen, history).to(full.device)] = part
+        full[:, owned(shards, rank).to(full.device)] = part
     return full

@@ -12,6 +12,7 @@ from sp_bench.cluster.device import DeviceCosts
 from sp_bench.lower import Lowering, lower
 from sp_bench.lower.joined import copied_bytes
 from sp_bench.plan.block_classes import block_classes
+from sp_bench.plan.caches import CacheBlocks
 from sp_bench.plan.casts import rows_read, works_of
 from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.documents import PackBlocks
@@ -37,13 +38,15 @@ class BlockCosts:
         """The rows of blocks that are operations of their own."""
         # A plan has thousands of operations, of few kinds.
         self._fold_s, self._with_folds_s = cache(self._find_fold_s), cache(self._find_with_folds_s)
-        self._joined_s = cache(self._find_joined_s)
+        self._joined_s, self._caches_s = cache(self._find_joined_s), cache(self._find_caches_s)
         self._gathered_s, self._gathered_folds_s = cache(self._find_gathered_s), cache(self._find_gathered_folds_s)
 
     def kernels_s(self, index: int, op: Block, ranks: np.ndarray) -> np.ndarray:
         """Seconds of the kernel calls of operation `index`, with copies of what lies apart: (ranks,)."""
         if isinstance(op, Gathered):
             return self._gathered_s(op)[ranks]
+        if isinstance(op, Fused) and isinstance(self._problem.blocks, CacheBlocks):
+            return self._caches_s(op)[ranks]
         if isinstance(op, Fused):
             in_place = ((index, False) in self._lowering.in_place, (index, True) in self._lowering.in_place)
             return self._by_union(op, ranks, lambda calls: self._calls_s(op, calls, in_place))
@@ -54,6 +57,11 @@ class BlockCosts:
         if isinstance(op, Gathered):
             return self._gathered_folds_s(index, op)[ranks]
         into = [chunk for chunk in op.writes if chunk not in merged]
+        if isinstance(self._problem.blocks, CacheBlocks):  # one result for all rows of each
+            starts = [
+                (chunk.tensor, self._flow.starts(index, chunk), chunk not in self._lowering.unsummed) for chunk in into
+            ]
+            return np.full(ranks.size, sum(float(self._fold_s(*each)[0]) for each in starts))
         fresh = {chunk for chunk in into if self._flow.starts(index, chunk)}
         return self._by_union(op, ranks, lambda calls: sum(self._folds_of(op, calls, c, c in fresh) for c in into))
 
@@ -92,6 +100,16 @@ class BlockCosts:
         """Costs that may differ by rank, in seconds: [(n,), ...]. Those of other blocks follow from their classes."""
         everyone = np.arange(self._problem.n)
         return [self.kernels_s(index, op, everyone), self.folds_s(index, op, everyone)]
+
+    def _find_caches_s(self, op: Fused) -> np.ndarray:
+        """Seconds of the kernel call of a decode step's rows with each rank's keys, and of copying what was gathered of
+        them beside the rank's own: (n,)."""
+        problem, everyone = self._problem, np.arange(self._problem.n)
+        (keys,), owners = op.keys, np.stack([chunk.owner(everyone) for chunk in op.queries])
+        chunk_bytes = 0 if problem.queries_everywhere else problem.chunk_bytes(op.queries[0].tensor, wire=False)
+        copy_s = self._device.copy_s(len(op.queries) * chunk_bytes)
+        found = [self._device.caches_s(problem, owners[:, r], int(keys.owner(r))) for r in everyone]
+        return np.array(found) + copy_s
 
     def _find_gathered_s(self, op: Gathered) -> np.ndarray:
         """Seconds of the calls of a Gathered block on each rank, with the copy of its keys into their order: (n,).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sp_bench.workload.attention_step import make_engine, random_inputs
+from sp_bench.workload.attention_step import given_queries, make_engine, random_inputs
 from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.exact_rows import errors_of_rows, rows_for
 from sp_bench.workload.exactness import NAMES
@@ -23,7 +23,8 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
     unit = spec.peer.document_unit(problem.n) if spec.peer else 1
     small = problem.scaled(min(GATE_TOKENS, tokens) * problem.n + more, unit)
     q, k, v, dout = random_inputs(small, context.rank, spec.seed, context.device)
-    given = [x.clone() for x in (q, k, v, dout)]  # a function that changes its inputs doesn't change what is right
+    asked = given_queries(small, context.rank, spec.seed, q)
+    given = [x.clone() for x in (asked, k, v, dout)]  # a function that changes its inputs doesn't change what is right
     engine = make_engine(spec, small, context)
     results = ()
     for _ in range(2):

@@ -35,6 +35,7 @@ class AttentionStep:
         """Make the inputs and the engine, and execute a plan's forward that is not timed. All ranks must call it."""
         problem, rank = spec.problem, context.rank if spec.alone is None else spec.alone
         self._q, self._k, self._v, self._dout = random_inputs(problem, rank, spec.seed, context.device)
+        self._given_q = given_queries(problem, rank, spec.seed, self._q)
         self._spec, self._context = spec, context
         self._sample: Sample | None = None
         self._kept: dict[str, Tensor] = {}
@@ -47,7 +48,7 @@ class AttentionStep:
         if "forward" not in spec.workload.phases:
             # It has its own engine, so that its buffers are gone before the backward's memory is measured.
             forward = make_engine(spec, problem, context)
-            self._saved = forward.forward(self._q, self._k, self._v)[1]
+            self._saved = forward.forward(self._given_q, self._k, self._v)[1]
             forward.close()
         plans = {phase: spec.plans[phase] for phase in spec.workload.phases}
         self._engine = make_engine(spec, problem, context, plans)
@@ -100,7 +101,7 @@ class AttentionStep:
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase. Only Action.EVERYTHING keeps results, and the tensors that the backward needs."""
         if phase == "forward":
-            out, saved = self._engine.forward(self._q, self._k, self._v, action, live)
+            out, saved = self._engine.forward(self._given_q, self._k, self._v, action, live)
             results = (out,)
             if action is Action.EVERYTHING:
                 self._saved = saved
@@ -231,12 +232,31 @@ def _all_can(here: bool) -> bool:
 
 def random_inputs(problem: Problem, rank: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
     """A rank's q, k, v and dout, which `seed` decides."""
-    generator = torch.Generator(device).manual_seed(seed * 1_000_003 + rank)
+    generator = _generator(seed, rank, device)
     tokens = [int(side.tokens(rank)) for side in (problem.queries, problem.keys)]
     widths = problem.head_dim, problem.value_dim
     q, dout = (random_tensor(problem, tokens[0], problem.heads, width, generator) for width in widths)
     k, v = (random_tensor(problem, tokens[1], problem.kv_heads, width, generator) for width in widths)
     return q, k, v, dout
+
+
+def given_queries(problem: Problem, rank: int, seed: int, q: Tensor) -> Tensor:
+    """The queries that an engine takes on a rank whose own are q: those, or those of all ranks (random_inputs) where
+    all have them."""
+    if not problem.queries_everywhere:
+        return q
+    counts = [int(problem.queries.tokens(other)) for other in range(problem.n)]
+    parts = [
+        q
+        if other == rank
+        else random_tensor(problem, tokens, problem.heads, problem.head_dim, _generator(seed, other, q.device))
+        for other, tokens in enumerate(counts)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _generator(seed: int, rank: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed * 1_000_003 + rank)
 
 
 def random_tensor(problem: Problem, tokens: int, heads: int, width: int, generator: torch.Generator) -> Tensor:

@@ -8,13 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
+from sp_bench.cluster import Cluster
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import unknown
 from sp_bench.lower import DEFAULT_TRANSPORT, TransportOptions
 from sp_bench.peers.peer import Peer
+from sp_bench.plan.mask import Mask
+from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
-from sp_bench.records.quantities import Prompt, TrainingStep
+from sp_bench.records.quantities import DecodeStep, Prompt, TrainingStep
 from sp_bench.workload.gate import GateErrors
 
 if TYPE_CHECKING:
@@ -119,12 +122,10 @@ class Workload(ABC):
     """The value of the key `workload`."""
     phase_choices: ClassVar[Mapping[str, tuple[str, ...]]]
     """The phases that are timed, in order, for each value of the key `phase`."""
-    usual_phase: ClassVar[str] = "forward_backward"
-    """The value of the key `phase` that phase=null stands for."""
     keys: ClassVar[tuple[str, ...]] = ()
     """Keys of the config that only this workload reads."""
-    section: ClassVar[str] = "train"
-    """The section of the config that divides the GPUs, if any does."""
+    baselines: ClassVar[Mapping[str, str]] = {}
+    """Methods that it can't have, and what stands for each as the baseline that a config has unless it says so."""
     simulated_as: ClassVar[str] = "attention"
     """Its simulation (sp_bench.point.simulations)."""
 
@@ -141,11 +142,35 @@ class Workload(ABC):
         """The keys of the problem, of which `asked` is the value of the key kv_seqlen; None for as many as queries."""
         return asked
 
+    @classmethod
+    def filled(cls, config: Mapping[str, Any], *, here: bool) -> dict[str, Any]:
+        """Values for keys of a config that are null, and mean something else for this workload than for attention;
+        `here` says whether the point is for this machine."""
+        return {}
+
+    @classmethod
+    def pack_tokens(cls, values: Any) -> int:
+        """How many tokens the documents of `data` fill, of a config's numbers."""
+        return values.seqlen
+
+    @classmethod
+    def attention_of(cls, shape: Mapping[str, Any], mask: Mask, n: int) -> tuple[dict[str, Any], Mask]:
+        """The shape (fields of a Problem by name) and mask of the attention on n ranks, of those that a config has."""
+        return dict(shape), mask
+
+    @classmethod  # noqa: B027  # most take all
+    def refuse_method(cls, method: Method | Peer) -> None:
+        """Raise RequestError if the workload can't have the method."""
+
     def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:  # noqa: B027  # attention runs on all
         """Raise RequestError if the workload can't have such a problem, run in the mode, or call a peer."""
 
     def refuse_device(self, kind: str) -> None:  # noqa: B027  # attention runs on all
         """Raise RequestError for what measured ranks on this kind of device, cuda or cpu, can't do."""
+
+    def cluster_of(self, cluster: Cluster, gpus: int) -> Cluster:
+        """The cluster that the ranks of the attention have, of that of all GPUs."""
+        return cluster
 
     def on(self, device: DeviceCosts, problem: Problem) -> Self:
         """The workload on such a device, with what the device's memory decides."""
@@ -199,6 +224,14 @@ class Workload(ABC):
     def sent_otherwise(self, phase: str, problem: Problem) -> Mapping[tuple[str, ...], int]:
         """Bytes that each rank sends in a timed phase beside the plans, by operation."""
         return {}
+
+    def tokens(self, problem: Problem) -> int:
+        """Tokens of a step, of all groups and turns."""
+        return problem.batch * problem.seqlen * self.groups * self.turns
+
+    def decoded(self, problem: Problem) -> DecodeStep:
+        """The fields of a record that describe a decode step."""
+        return DecodeStep()
 
     def described(self, problem: Problem) -> TrainingStep:
         """The fields of a record that describe a training step."""

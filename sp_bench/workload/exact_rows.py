@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sp_bench.errors import out_of_memory
 from sp_bench.plan.problem import Problem
-from sp_bench.run.sharding import positions, unshard
+from sp_bench.run.sharding import gathered, owned
 from sp_bench.workload.base import RankContext
 from sp_bench.workload.exactness import NAMES, relative_error
 from sp_bench.workload.gate import HEAD_FACTOR, TOLERANCE, UNIT_ROUNDOFF, GateErrors
@@ -100,7 +100,7 @@ def sampled(problem: Problem, rank: int, seed: int) -> Sample:
 
 def key_positions(problem: Problem, rank: int) -> Tensor:
     """The positions of the keys that a rank owns, in its local order: (S,) int64."""
-    return positions(problem.layout, rank, problem.n, problem.keys.seqlen, problem.history)
+    return owned(problem.keys, rank)
 
 
 def _units(problem: Problem) -> tuple[Unit, ...]:
@@ -211,7 +211,7 @@ class _Unit:
         self.sample, self.device, self.alive = sample, context.device, context.alive
         self.roundoff = max(UNIT_ROUNDOFF[problem.dtype], UNIT_ROUNDOFF[problem.wire_dtype])
         self.wide = WIDE.get(problem.dtype, torch.float32)
-        self.places = positions(problem.layout, context.rank, problem.n, problem.seqlen)
+        self.places = owned(problem.queries, context.rank)
         """This rank's queries, by their place in the sequence of queries."""
         self.owned = key_positions(problem, context.rank)
         """This rank's keys, by position."""
@@ -223,7 +223,7 @@ class _Unit:
     def _whole(self, x: Tensor, problem: Problem) -> Tensor:
         """The head's rows of all ranks, on the CPU: (kv_seqlen, D)."""
         head = x[self.entry : self.entry + 1, :, self.kv_head : self.kv_head + 1].cpu()
-        return unshard(head, problem.layout, None, problem.n, problem.history)[0, :, 0]
+        return gathered(head, problem.keys, None)[0, :, 0]
 
     def to_device(self) -> None:
         """Move keys and values there, but for very long ones."""

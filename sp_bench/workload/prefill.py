@@ -20,6 +20,7 @@ from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import RequestError
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.mask import CAUSAL, FULL
+from sp_bench.plan.method import Method
 from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Natural, Section, Tokens, read
 from sp_bench.records.quantities import Prompt, TrainingStep
@@ -52,9 +53,7 @@ class Prefill(Workload):
 
     name: ClassVar[str] = "prefill"
     phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"forward": ("forward",)}
-    usual_phase: ClassVar[str] = "forward"
     keys: ClassVar[tuple[str, ...]] = ("prefill",)
-    section: ClassVar[str] = "prefill"
     simulated_as: ClassVar[str] = "prefill"
 
     chunking: Chunking
@@ -81,6 +80,11 @@ class Prefill(Workload):
             raise RequestError(f"model={model.name}", rule, "model=llama3_8b would work")
         model.part(asked.tensor_parallel, DEGREE)
         return cls(phases=phases, chunking=asked, model=model)
+
+    @classmethod
+    def filled(cls, config: Mapping[str, Any], *, here: bool) -> dict[str, Any]:
+        """The only phase that there is, where a config has null."""
+        return {"phase": "forward"} if config["phase"] is None else {}
 
     @classmethod
     def kv_seqlen(cls, config: Mapping[str, Any], seqlen: int, asked: int | None) -> int | None:
@@ -110,11 +114,15 @@ class Prefill(Workload):
         """How many attentions each chunk has, one after another."""
         return self.model.layers if self.model else 1
 
-    def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:
-        """Raise RequestError for a mask or chunks that no cache can be behind, a peer, and what isn't measured."""
-        if peer:
+    @classmethod
+    def refuse_method(cls, method: Method | Peer) -> None:
+        """Raise RequestError for a peer."""
+        if isinstance(method, Peer):
             rule = "workload=prefill runs the suite's own methods, whose queries may be fewer than keys"
-            raise RequestError(f"method=peer impl={peer.impl}", rule, "method=ring would work")
+            raise RequestError(f"method=peer impl={method.impl}", rule, "method=ring would work")
+
+    def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:
+        """Raise RequestError for a mask or chunks that no cache can be behind, and what isn't measured."""
         _refuse_mask(problem.mask.name, CAUSAL.name)
         if mode == "alone":
             rule = f"executes one attention, not workload={self.name}"
@@ -190,7 +198,7 @@ class Prefill(Workload):
             prefill_chunk=self.chunking.chunk or problem.seqlen,
             prefill_cached=self.chunking.cached,
             chunks=len(self.chunks(problem)),
-            cache_bytes=self.layers * layer_cache_bytes(problem),
+            kv_cache_bytes=self.layers * layer_cache_bytes(problem),
         )
 
     def flops(self, phase: str, problem: Problem) -> float:

@@ -48,7 +48,7 @@ def test_records_of_measured_prompts(tmp_path: Path) -> None:
         assert 0 < max(record.err_out, record.err_timed_out) < 2e-6
         assert record.err_seqlen == record.err_timed_seqlen == 160
         assert record.err_timed_query_rows == (2 * ROWS * RANKS + 40) * HEADS, "of the last chunk all 40"
-        assert record.cache_bytes == (30 + 60 + 60 + 42) // 3 * 2 * 2 * 16 * 4
+        assert record.kv_cache_bytes == (30 + 60 + 60 + 42) // 3 * 2 * 2 * 16 * 4
         assert record.ttft_s == pytest.approx(record.step_ms_median / 1e3)
         assert len(record.chunk_ms) == 3 and min(record.chunk_ms) > 0
         samples = json.loads((tmp_path / f"{record.run_id}.samples.json").read_text())

@@ -57,7 +57,7 @@ def test_chunks_are_attention_points_behind_what_is_cached(method: str) -> None:
     assert whole.peak_mem_bytes_max == max(part.peak_mem_bytes_max or 0 for part in parts)
     assert whole.bound_ms == pytest.approx(sum(part.bound_ms or 0 for part in parts))
     assert (whole.seqlen, whole.kv_seqlen) == (20 * 2**10, 36 * 2**10)
-    assert whole.cache_bytes == 36 * 2**10 // 8 * 2 * 8 * 128 * 2
+    assert whole.kv_cache_bytes == 36 * 2**10 // 8 * 2 * 8 * 128 * 2
 
 
 def test_smaller_chunks_send_more_and_hold_less() -> None:
@@ -66,7 +66,7 @@ def test_smaller_chunks_send_more_and_hold_less() -> None:
     sent, held = ([getattr(one, name) for one in records] for name in ("comm_bytes_per_gpu", "peak_mem_bytes_max"))
     assert sent == sorted(sent) and held == sorted(held, reverse=True)
     assert sent[1] == pytest.approx(sent[0] * (1 + 2 + 3 + 4) / 4), "of each chunk's end the keys"
-    assert len({one.cache_bytes for one in records}) == 1
+    assert len({one.kv_cache_bytes for one in records}) == 1
 
 
 @pytest.mark.parametrize("degree", [1, 2])
@@ -81,10 +81,10 @@ def test_a_model_is_all_its_layers(degree: int) -> None:
     assert (record.tensor_sum_ms > 0) == (degree > 1)
     assert record.bound_ms <= record.step_ms_median
     assert record.comm_bytes_per_gpu == record.comm_bytes_expected
-    assert record.cache_bytes == 32 * one.cache_bytes == 32 * 2**16 // (8 // degree) * 2 * 8 // degree * 128 * 2
+    assert record.kv_cache_bytes == 32 * one.kv_cache_bytes == 32 * 2**16 // (8 // degree) * 2 * 8 // degree * 128 * 2
     assert record.parameters == 8_030_261_248
     assert record.parameters_bytes == pytest.approx(2 * record.parameters / degree, rel=1e-3)
-    held = record.parameters_bytes + record.cache_bytes
+    held = record.parameters_bytes + record.kv_cache_bytes
     assert held < record.peak_mem_bytes_max < held + record.attention_bytes + record.activations_bytes
 
 

@@ -63,7 +63,7 @@ def test_the_cache_is_every_key_and_value_once(batch: int) -> None:
     assert 4 * layer_cache_bytes(prompt) == 96 * batch * 2 * (2 * 16) * 4
     described = prefill(16, 32).prompt(prompt)
     assert (described.chunks, described.prefill_chunk, described.prefill_cached) == (4, 16, 32)
-    assert described.cache_bytes == layer_cache_bytes(prompt)
+    assert described.kv_cache_bytes == layer_cache_bytes(prompt)
 
 
 EXACT = 1e-13

@@ -59,7 +59,7 @@ def prompts(runs: Runs) -> list[Row]:
         row |= {"fastest": ", ".join(near), "over one piece": f"{times_s[first] / whole_s:.2f}x"}
         row |= {"its first and last chunk, ms": ", ".join(f"{each_ms[end]:,.0f}" for end in (0, -1))}
         row |= {"its bound, s": f"{(record.bound_ms or 0) / 1e3:.3g}, by {record.bound_by}"}
-        sizes = record.comm_bytes_per_gpu, record.cache_bytes, record.peak_mem_bytes_max
+        sizes = record.comm_bytes_per_gpu, record.kv_cache_bytes, record.peak_mem_bytes_max
         rows.append(row | {"it sends, GB; cache; peak": "; ".join(number((size or 0) / 1e9) for size in sizes)})
     return rows
 

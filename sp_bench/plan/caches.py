@@ -1,0 +1,250 @@
+"""The mask of a decode step: few new tokens of many sequences, each of which sees the cache of its own sequence.
+
+The queries of all sequences are one sequence of rows, one behind the other, and so are the keys of all caches. Query
+heads that share a key head are rows of it, as kernels for decoding have them (grouped queries as rows): a problem of
+caches has as many heads as key heads, and `share` rows for each new token. Each cache is dealt to all ranks in runs,
+its share of every sequence (KV parallelism of Helix, Bhatia et al. 2025, section 2), while rows are dealt as a whole.
+So the work of every rank is the same, whatever the lengths. There may be fewer rows than ranks, of which some then have
+none: all of them attend to all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, groupby
+from typing import ClassVar
+
+import numpy as np
+
+from sp_bench.errors import RequestError
+from sp_bench.plan.layout import LAYOUTS, Layout, Positions, Shards, piece
+from sp_bench.plan.mask import Blocks, Mask, Part
+from sp_bench.plan.regions import Region, RegionKind, Regions
+
+KEYS_OF_ALL = 1024
+"""About how many keys a rank has of all shortened caches together: several tiles of every kernel."""
+
+
+@dataclass(frozen=True)
+class Caches(Mask):
+    """Sequences with a cache each. Raises RequestError for a cache that is shorter than its new tokens."""
+
+    lengths: tuple[int, ...]
+    """Keys of each sequence, those of its new tokens included."""
+    new: int = 1
+    """New tokens of each sequence: one, or several that were guessed (speculative decoding)."""
+    share: int = 1
+    """Rows of each new token: the query heads that share a key head."""
+
+    name: ClassVar[str] = "caches"
+    causal: ClassVar[bool] = True
+    """A new token sees no key behind its own position."""
+    in_pieces: ClassVar[bool] = True
+    balanced: ClassVar[tuple[str, ...]] = ("contiguous",)
+
+    def __post_init__(self) -> None:
+        for number, length in enumerate(self.lengths):
+            if length < self.new:
+                rule = f"a cache has the keys of its sequence's {self.new} new tokens, too"
+                raise RequestError(f"sequence {number} with {length} keys", rule, f"{self.new} or more would work")
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.lengths, self.new, self.share))
+
+    def __hash__(self) -> int:  # of thousands of lengths, again and again
+        return self._hash
+
+    def __reduce__(self):  # hashes differ from process to process
+        return type(self), (self.lengths, self.new, self.share)
+
+    @property
+    def rows(self) -> int:
+        """Rows of each sequence."""
+        return self.new * self.share
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all sequences."""
+        return len(self.lengths) * self.new
+
+    @property
+    def seqlen(self) -> int:
+        """Rows of all sequences."""
+        return len(self.lengths) * self.rows
+
+    @property
+    def kv_seqlen(self) -> int:
+        """Keys of all caches."""
+        return sum(self.lengths)
+
+    @cached_property
+    def edges(self) -> np.ndarray:
+        """The first key of each cache, and the end of the last one: (sequences + 1,)."""
+        return np.array([0, *accumulate(self.lengths)])
+
+    def stretches(self, seqlen: int, kv_seqlen: int) -> tuple[int, ...]:
+        return self.lengths
+
+    def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The first key that the query row at each position sees, and the key behind the last one."""
+        sequence, row = np.divmod(positions, self.rows)
+        return self.edges[sequence], self.edges[sequence + 1] - self.new + 1 + row // self.share
+
+    def regions(self, q: Positions, kv: Positions) -> Regions:
+        """The regions between rows and keys at these positions, of which each run of keys is of one cache."""
+        rows = np.concatenate([np.arange(run.start, run.stop, run.step) for run in q])
+        first, stop = self.sees(rows)
+        found, before = [], 0
+        for run in kv:
+            seen = np.where(first <= run.start, np.clip(stop - run.start, 0, len(run)), 0)
+            at = 0
+            for count, same in groupby(seen.tolist()):
+                size = len(list(same))
+                if count:
+                    found.append(Region(RegionKind.FULL, range(at, at + size), range(before, before + count)))
+                at += size
+            before += len(run)
+        return tuple(found)
+
+    def blocks(self, layout: Layout, n: int, seqlen: int, kv_seqlen: int | None = None) -> CacheBlocks:
+        return CacheBlocks(self, layout, n, self.seqlen, self.kv_seqlen)
+
+    def layout(self, name: str, n: int = 1, among: Sequence[str] = ()) -> Layout:
+        """Contiguous: runs of each cache. Raises RequestError for any other."""
+        if name not in ("auto", "contiguous"):
+            rule = "every rank has a run of each cache"
+            raise RequestError(f"method.layout={name}", rule, "contiguous, or auto, would work")
+        return LAYOUTS["contiguous"]
+
+    def pairs(self, seqlen: int, kv_seqlen: int | None = None) -> float:
+        """(row, key) pairs: all that are seen."""
+        unseen = self.share * len(self.lengths) * self.new * (self.new - 1) // 2
+        return float(self.rows * self.kv_seqlen - unseen)
+
+    def refuse(self, seqlen: int, kv_seqlen: int | None = None) -> None:
+        assert (seqlen, kv_seqlen or seqlen) == (self.seqlen, self.kv_seqlen), (
+            "the workload makes the problem of its caches"
+        )
+
+    def refuse_ranks(self, n: int) -> None:
+        """Raise RequestError for a cache that has no key for some of `n` ranks."""
+        short = min(self.lengths)
+        if short < n:
+            rule = f"each of gpus={n} ranks has a run of every cache"
+            raise RequestError(f"a cache of {short} keys", rule, f"{n} keys or more, or fewer GPUs, would work")
+
+    def shortened(self, n: int) -> Caches:
+        """The same sequences with shorter caches, as unevenly dealt to `n` ranks, each rank with some keys of each."""
+        each = max(1, KEYS_OF_ALL // len(self.lengths))
+        least = -(-self.new // n)  # as many keys as new tokens
+        lengths = ((min(length // n, max(each, least)) * n + length % n) for length in self.lengths)
+        return replace(self, lengths=tuple(lengths))
+
+
+@dataclass(frozen=True)
+class CacheBlocks(Blocks):
+    """The blocks of caches: each pair of ranks is a class of its own, whose regions are found when they are asked for.
+
+    R rows of a chunk and K keys of another meet where they are of one sequence; arrays have an entry for each.
+    """
+
+    mask: Caches  # pyright: ignore[reportIncompatibleVariableOverride]
+    found: dict[int, Regions] = field(default_factory=dict, compare=False, repr=False)
+
+    def of(self, q_rank, kv_rank):
+        return q_rank * self.n + kv_rank
+
+    @property
+    def numbering(self) -> Hashable:
+        return self.mask.name, self.n
+
+    @property
+    def classes(self) -> int:
+        return self.n**2
+
+    def regions_of(self, kind: int) -> Regions:
+        if kind not in self.found:
+            q, kv = divmod(int(kind), self.n)
+            self.found[kind] = self.regions_between([q], kv)
+        return self.found[kind]
+
+    def regions_between(self, queries: Sequence[int], kv: int) -> Regions:
+        """The regions between the rows of some chunks, end to end in this order, and the keys of a chunk."""
+        rows = tuple(run for q in queries for run in self.queries.positions(q))
+        return self.mask.regions(rows, self.keys.positions(kv)) if rows else ()
+
+    @cached_property
+    def keys(self) -> Shards:
+        return Shards(self.layout, self.n, self.mask.lengths)
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """Rows of each chunk, by new token: (n, tokens), tokens in the order of sequences."""
+        chunk = np.empty(self.seqlen, np.int64)
+        for rank in range(self.n):
+            run = piece(rank, self.n, self.seqlen)
+            chunk[run.start : run.stop] = rank
+        token = np.arange(self.seqlen) // self.mask.share
+        cells = np.bincount(chunk * self.mask.tokens + token, minlength=self.n * self.mask.tokens)
+        return cells.reshape(self.n, self.mask.tokens)
+
+    @cached_property
+    def seen(self) -> np.ndarray:
+        """Keys of each chunk that each new token sees: (tokens, n)."""
+        mask, ranks = self.mask, np.arange(self.n)
+        lengths = np.array(mask.lengths)
+        base, longer = np.divmod(lengths, self.n)
+        first = ranks * base[:, None] + np.minimum(ranks, longer[:, None])
+        size = base[:, None] + (ranks < longer[:, None])
+        limit = lengths[:, None] - mask.new + 1 + np.arange(mask.new)
+        seen = np.clip(limit[:, :, None] - first[:, None], 0, size[:, None])
+        return seen.reshape(self.mask.tokens, self.n)
+
+    @cached_property
+    def pairs(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return (self.rows @ self.seen).ravel()
+
+    @cached_property
+    def computes(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.pairs > 0
+
+    @property
+    def narrows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """False: one call makes the results of all rows of a chunk, those that see no key there included."""
+        return False
+
+    @property
+    def skips_queries(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """False: all rows of a chunk travel together."""
+        return False
+
+    @cached_property
+    def rows_seen(self) -> tuple[range, ...]:
+        sizes = [len(piece(rank, self.n, self.seqlen)) for rank in range(self.n)]
+        return tuple(range(size) for size in sizes for _ in range(self.n))
+
+    def parts(self, *, keys: bool) -> Sequence[Part]:
+        return [Part(1.0, False)] * self.classes
+
+    def work(self, chunks: np.ndarray, kv: int) -> tuple[int, np.ndarray]:
+        """(keys of chunk `kv` that rows of some chunks see, the rows and keys of each sequence's call): (2, sequences).
+
+        A sequence's keys are read once for all of its rows.
+        """
+        shape = (len(self.mask.lengths), self.mask.new)
+        rows = self.rows[chunks].sum(axis=0).reshape(shape)
+        keys = (self.seen[:, kv].reshape(shape) * (rows > 0)).max(axis=1)
+        return int(keys.sum()), np.stack([rows.sum(axis=1), keys])
+
+    def least_moved(self, per_query: float, per_key: float) -> float:
+        """The least that any method moves between ranks, of so much for a row and for a key, all ranks together.
+
+        A row and a key of its cache that is on another rank meet somewhere. Either the row leaves its rank, and a
+        result comes back from wherever keys stay; or keys come to the row's rank. Of a sequence with R rows and a run
+        of K keys that is min(per_query R, per_key K) for each of the other ranks.
+        """
+        degree, rows = self.n - 1, self.mask.rows
+        return sum(degree * min(per_query * rows, per_key * length / self.n) for length in self.mask.lengths)

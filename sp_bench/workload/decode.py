@@ -1,0 +1,132 @@
+"""workload=decode: the attention of one decode step, new tokens of many sequences over their caches. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sp_bench.cluster import Cluster
+from sp_bench.errors import RequestError
+from sp_bench.methods import REGISTRY
+from sp_bench.peers.peer import Peer
+from sp_bench.plan.caches import Caches
+from sp_bench.plan.documents import Documents
+from sp_bench.plan.mask import CAUSAL, Mask
+from sp_bench.plan.method import Method
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import KV
+from sp_bench.reading import Count, Section, read
+from sp_bench.records.quantities import DecodeStep
+from sp_bench.workload.attention import Attention
+
+FORWARD = ("forward",)
+NEW_TOKENS, CACHED, CACHED_HERE = 1, 2**17, 2**9
+"""New tokens of each sequence and keys of its cache where a config doesn't say; the last on this machine."""
+
+
+class DecodeSection(Section, frozen=True, kw_only=True):
+    """The section `decode` of a config."""
+
+    tensor_parallel: Count = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode(Attention):
+    """The attention of one layer for the next token, or the next few, of each sequence of a batch.
+
+    `seqlen` are the new tokens of a sequence, `kv_seqlen` the keys of its cache with theirs, `batch` the sequences. With
+    mask=document each document of `data` is the cache of one sequence, and kv_seqlen the keys of all of them.
+    Ranks share the caches by tokens (plan.caches); `tensor_parallel` GPUs share the heads of each rank.
+    """
+
+    name: ClassVar[str] = "decode"
+    phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"forward": FORWARD, "forward_backward": FORWARD}
+    keys: ClassVar[tuple[str, ...]] = ("decode",)
+    baselines: ClassVar[Mapping[str, str]] = {"ring": "pass_q"}
+
+    degree: int = 1
+    """GPUs that share a rank's part of the caches, with a part of the heads each."""
+
+    @classmethod
+    def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Decode:
+        """The workload of a config. Raises RequestError for its invalid keys."""
+        return cls(phases=phases, degree=cls.tensor_parallel(config))
+
+    @classmethod
+    def tensor_parallel(cls, config: Mapping[str, Any]) -> int:
+        """The degree that decode.tensor_parallel asks for."""
+        return read(DecodeSection, config["decode"], "decode").tensor_parallel
+
+    @classmethod
+    def filled(cls, config: Mapping[str, Any], *, here: bool) -> dict[str, Any]:
+        """One new token a sequence, and a usual cache, where a config has null."""
+        usual = {"seqlen": NEW_TOKENS, "kv_seqlen": CACHED_HERE if here else CACHED}
+        return {key: value for key, value in usual.items() if config[key] is None}
+
+    @classmethod
+    def pack_tokens(cls, values: Any) -> int:
+        """The keys of all sequences."""
+        return values.kv_seqlen or values.seqlen
+
+    @classmethod
+    def attention_of(cls, shape: Mapping[str, Any], mask: Mask, n: int) -> tuple[dict[str, Any], Mask]:
+        """The shape and mask of the attention: rows of all sequences, and the keys of all caches.
+
+        Raises RequestError for a mask that no decode step has, or sequences that don't go together.
+        """
+        new, share = shape["seqlen"], shape["heads"] // shape["kv_heads"]
+        cached = shape["kv_seqlen"] or new
+        if isinstance(mask, Documents) and mask.causal and not mask.windowed:
+            if shape["batch"] != 1:
+                rule = "the sequences are the documents of data, and their number follows"
+                raise RequestError(f"batch={shape['batch']}", rule, "batch=1 would work")
+            if mask.seqlen != cached:
+                rule = f"the caches of {len(mask.lengths)} sequences have {mask.seqlen} keys together"
+                raise RequestError(f"kv_seqlen={cached}", rule, f"kv_seqlen={mask.seqlen} would work")
+            lengths = mask.lengths
+        elif mask is CAUSAL:
+            lengths = (cached,) * shape["batch"]
+        else:
+            rule = f"a new token sees all that is cached of its sequence, in workload={cls.name}"
+            raise RequestError(f"mask={mask.name}", rule, "mask=causal, or mask=document with data, would work")
+        caches = Caches(lengths, new, share)
+        caches.refuse_ranks(n)
+        heads = {"heads": shape["kv_heads"], "batch": 1}
+        return {**shape, **heads, "seqlen": caches.seqlen, "kv_seqlen": caches.kv_seqlen}, caches
+
+    @classmethod
+    def refuse_method(cls, method: Method | Peer) -> None:
+        """Raise RequestError for a peer, or a method that would send caches."""
+        takes = [each.name for each in REGISTRY.values() if each.takes_caches]
+        works = f"method={', '.join(takes)} would work"
+        if isinstance(method, Peer):
+            raise RequestError(
+                f"method=peer impl={method.impl}", f"workload={cls.name} runs the suite's methods", works
+            )
+        if not method.takes_caches:
+            rule = f"would send keys, that is the caches, at every token of workload={cls.name}"
+            raise RequestError(f"method={method.name}", rule, works)
+
+    def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:
+        """Raise RequestError for what only simulations have."""
+        if mode != "simulate" and self.degree > 1:
+            rule = "is simulated only: measured ranks have all heads"
+            raise RequestError(f"decode.tensor_parallel={self.degree}", rule, "mode=simulate would work")
+
+    def cluster_of(self, cluster: Cluster, gpus: int) -> Cluster:
+        """The first GPUs of all groups that share heads, which are consecutive."""
+        return cluster.tensor_parts(gpus, self.degree)[0]
+
+    def tokens(self, problem: Problem) -> int:
+        """New tokens of a step, all sequences together."""
+        return problem.mask.tokens if isinstance(problem.mask, Caches) else super().tokens(problem)
+
+    def decoded(self, problem: Problem) -> DecodeStep:
+        """The sequences of a step, and the cache that a GPU holds of one layer."""
+        assert isinstance(problem.mask, Caches), "attention_of made it"
+        return DecodeStep(
+            sequences=len(problem.mask.lengths),
+            cache_bytes=problem.chunk_bytes(KV, wire=False),
+            cache_tensor_parallel=self.degree if self.degree > 1 else None,
+        )

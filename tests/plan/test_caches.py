@@ -1,0 +1,120 @@
+"""Caches: regions, counts and bounds of a decode step, against what each row sees key by key."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sp_bench import account
+from sp_bench.check import check_all
+from sp_bench.errors import RequestError
+from sp_bench.methods import REGISTRY, build
+from sp_bench.plan.caches import CacheBlocks, Caches
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.ops import PlanError
+from sp_bench.plan.problem import Problem
+
+METHODS = sorted(method.name for method in REGISTRY.values() if method.takes_caches)
+
+
+@st.composite
+def problems(draw: st.DrawFn, most: int = 6) -> Problem:
+    """Sequences of any lengths on 1 to `most` ranks, each rank with some row and some key of each sequence."""
+    n, new, share = draw(st.integers(1, most)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4, 8]))
+    lengths = draw(st.lists(st.integers(max(n, new), 40), min_size=1, max_size=6))
+    mask = Caches(tuple(lengths), new, share)
+    kv_heads = draw(st.integers(1, 3))
+    shape = {"seqlen": mask.seqlen, "kv_seqlen": mask.kv_seqlen, "heads": kv_heads, "kv_heads": kv_heads}
+    return Problem(n=n, **shape, head_dim=8, mask=mask, dtype="float32", layout=mask.layout("auto"))
+
+
+def sees(problem: Problem) -> np.ndarray:
+    """Whether each row sees each key, one by one: (rows, keys)."""
+    mask = problem.mask
+    assert isinstance(mask, Caches)
+    seen, row, first = np.zeros((problem.seqlen, problem.keys.seqlen), bool), 0, 0
+    for length in mask.lengths:
+        for token in range(mask.new):
+            for _ in range(mask.share):
+                seen[row, first : first + length - (mask.new - token - 1)] = True
+                row += 1
+        first += length
+    return seen
+
+
+def indices(runs: tuple[range, ...]) -> list[int]:
+    return [i for run in runs for i in run]
+
+
+@given(problems())
+def test_regions_are_what_rows_see(problem: Problem) -> None:
+    blocks, seen = problem.blocks, sees(problem)
+    assert isinstance(blocks, CacheBlocks)
+    for q in range(problem.n):
+        for kv in range(problem.n):
+            rows, keys = indices(problem.queries.positions(q)), indices(problem.keys.positions(kv))
+            wanted = seen[np.ix_(rows, keys)]
+            found = np.zeros_like(wanted, int)
+            for region in blocks.regions_of(blocks.of(q, kv)):
+                found[region.q.start : region.q.stop, region.kv.start : region.kv.stop] += 1
+            assert (found == wanted).all()
+            assert blocks.pairs[blocks.of(q, kv)] == wanted.sum()
+            read, (_, by_sequence) = blocks.work(np.array([q]), kv)
+            assert read == wanted.any(axis=0).sum() == by_sequence.sum()
+    assert problem.pairs == seen.sum()
+
+
+@given(problems())
+def test_every_key_is_dealt_once(problem: Problem) -> None:
+    dealt = [i for rank in range(problem.n) for i in indices(problem.keys.positions(rank))]
+    assert sorted(dealt) == list(range(problem.keys.seqlen))
+    counts = [int(problem.keys.tokens(rank)) for rank in range(problem.n)]
+    assert max(counts) - min(counts) <= len(problem.mask.lengths)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@settings(max_examples=50)
+@given(problems(), st.sampled_from(METHODS))
+def test_plans_are_proven_and_send_the_closed_form(problem: Problem, name: str) -> None:
+    method = build(name, {})
+    dealt = method.dealt(problem)
+    plan = method.plan(dealt, "forward", COMPUTE_BOUND)
+    check_all({"forward": plan}, dealt)
+    sent = account.volume(plan, dealt)
+    assert sent.total_bytes == pytest.approx(method.bytes_sent(problem, "forward"))
+    assert sent.payload_bytes >= account.lower_bound_bytes(dealt, "forward") * (1 - 1e-12)
+
+
+def test_published_bytes() -> None:
+    """Helix, section 2.1: each GPU sends, of the partial outputs of all B sequences and its heads, all but its own part
+    to the others, B * heads * head_dim * (n - 1) / n, whatever the length. vLLM's DCP gathers as much of Q before.
+    """
+    mask = Caches((2**20,) * 8, share=16)
+    shape = {"seqlen": mask.seqlen, "kv_seqlen": mask.kv_seqlen, "heads": 8, "kv_heads": 8, "head_dim": 128}
+    problem = Problem(n=8, **shape, mask=mask, layout=mask.layout("auto"))
+    payload = 8 * (16 * 8) * 128 * 2 * 7 / 8
+    for name, times in (("helix", 1), ("dcp", 2), ("pass_q", 2)):
+        method = build(name, {})
+        dealt = method.dealt(problem)
+        plan = method.plan(dealt, "forward", COMPUTE_BOUND)
+        assert account.volume(plan, dealt).payload_bytes == times * payload
+
+
+def test_a_plan_without_what_all_ranks_hold_is_refused() -> None:
+    mask = Caches((30, 20), share=2)
+    shape = {"seqlen": mask.seqlen, "kv_seqlen": mask.kv_seqlen, "heads": 2, "kv_heads": 2, "head_dim": 8}
+    problem = Problem(n=4, **shape, mask=mask, layout=mask.layout("auto"))
+    method = build("helix", {})
+    plan = method.plan(method.dealt(problem), "forward", COMPUTE_BOUND)
+    with pytest.raises(PlanError, match="the plan's inputs"):
+        check_all({"forward": plan}, problem)  # of which each rank has its own queries only
+
+
+@pytest.mark.parametrize(
+    ("lengths", "new", "message"),
+    [((8, 1), 2, "sequence 1 with 1 keys"), ((3, 9), 1, "a cache of 3 keys: each of gpus=4")],
+)
+def test_what_is_refused(lengths: tuple[int, ...], new: int, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Caches(lengths, new).refuse_ranks(4)

@@ -1,0 +1,116 @@
+"""Points of workload=decode, from the config to the record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sp_bench import records
+from sp_bench.errors import RequestError
+from sp_bench.plan.caches import Caches
+from sp_bench.point import run_points
+from sp_bench.point.simulated import simulate_point
+from sp_bench.records.checking import problems_of
+from tests.support.points import point
+
+STEP = ("workload=decode", "gpus=8", "heads=32", "kv_heads=8", "batch=16", "kv_seqlen=128k", "mode=simulate")
+SMALL = ("workload=decode", "cluster=local", "heads=4", "kv_heads=2", "head_dim=16", "iters=2", "warmup=0")
+
+
+def test_a_step_by_default() -> None:
+    request = point("workload=decode", "gpus=8", "kv_heads=8", "method=helix")
+    assert request.problem.mask == Caches((2**17,), share=4)
+    assert (request.asked().seqlen, request.asked().kv_seqlen, request.asked().phase) == (1, 2**17, "forward")
+    assert request.phases == ("forward",)
+
+
+def test_heads_that_share_a_key_head_are_rows() -> None:
+    problem = point(*STEP, "method=helix").problem
+    assert (problem.heads, problem.kv_heads, problem.seqlen, problem.keys.seqlen) == (8, 8, 16 * 4, 16 * 2**17)
+    assert problem.mask == Caches((2**17,) * 16, share=4)
+
+
+def test_documents_are_sequences_of_their_own_lengths() -> None:
+    documents = ("mask=document", "data=lengths", "data.lengths=[100k,20k,8k]", "kv_seqlen=128k", "batch=1")
+    request = point(*STEP, *documents, "method=pass_q")
+    assert request.problem.mask == Caches((100 * 2**10, 20 * 2**10, 8 * 2**10), share=4)
+    assert request.workload.decoded(request.problem).sequences == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("method=ring", "method=ring: would send keys, .* method=.*helix.* would work"),
+        ("mask=full", "mask=full: a new token sees all .* mask=causal, or mask=document"),
+        ("mask=window window=[512,0]", "mask=window: a new token sees all"),
+        ("kv_seqlen=7", "a cache of 7 keys: each of gpus=8 ranks .*; 8 keys or more"),
+        ("seqlen=4 kv_seqlen=2", "sequence 0 with 2 keys: .* 4 new tokens"),
+        ("decode.tensor_parallel=3", "decode.tensor_parallel=3: must divide gpus=8"),
+        ("decode.tensor_parallel=0", "decode.tensor_parallel=0: must be a whole number of at least 1"),
+        ("phase=backward", "phase=backward: .* forward"),
+        ("method.layout=zigzag", "method.layout=zigzag: every rank has a run of each cache"),
+        ("mask=document data=lengths data.lengths=[64k,64k]", "batch=16: the sequences are the documents"),
+    ],
+)
+def test_what_is_refused(overrides: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        point(*STEP, "method=pass_q", *overrides.split())
+
+
+def test_what_only_simulations_have() -> None:
+    with pytest.raises(RequestError, match="decode.tensor_parallel=2: is simulated only"):
+        point(*SMALL, "gpus=2", "method=helix", "decode.tensor_parallel=2", "mode=measure")
+
+
+@pytest.mark.parametrize("method", ["helix", "dcp", "pass_q"])
+def test_a_simulated_step(method: str) -> None:
+    request = point(*STEP, f"method={method}")
+    record, choice = simulate_point(request)
+    assert record.status == "ok"
+    assert record.comm_bytes_per_gpu == record.comm_bytes_expected
+    cache_bytes = 16 * 2**17 // 8 * 2 * 8 * 128 * 2
+    assert record.cache_bytes == cache_bytes
+    assert record.step_ms_median and record.tokens_per_s == pytest.approx(16 / record.step_ms_median * 1e3)
+    # No step is faster than its cache is read.
+    assert record.step_ms_median > 1e3 * cache_bytes / request.cluster.device.memory_bytes_per_s
+    assert choice.problem.queries_everywhere == (method == "helix")
+
+
+def test_helix_sends_half_and_is_not_slower_than_dcp() -> None:
+    helix, dcp = (simulate_point(point(*STEP, f"method={name}"))[0] for name in ("helix", "dcp"))
+    assert helix.comm_bytes_per_gpu and dcp.comm_bytes_per_gpu == 2 * helix.comm_bytes_per_gpu - 16 * 4 * 8 * 4 * 7 / 8
+    assert helix.step_ms_median and dcp.step_ms_median and helix.step_ms_median < dcp.step_ms_median
+
+
+def test_a_call_reads_a_cache_once_for_all_rows() -> None:
+    """Four times as many rows of each key head read no more of it, four times as many sequences read four times."""
+    one, rows, sequences = (
+        simulate_point(point(*STEP, "method=helix", *more))[0].compute_ms
+        for more in (("kv_heads=8",), ("heads=128",), ("batch=64",))
+    )
+    assert one and rows and sequences
+    assert rows == pytest.approx(one, rel=0.05) and sequences == pytest.approx(4 * one, rel=0.1)
+
+
+def test_heads_shared_by_gpus() -> None:
+    """Two GPUs that share heads have half of the ranks, and as much of the cache each."""
+    whole, shared = (
+        simulate_point(point(*STEP, "method=helix", *more))[0] for more in ((), ("decode.tensor_parallel=2",))
+    )
+    assert shared.cache_bytes == whole.cache_bytes and shared.cache_tensor_parallel == 2
+    assert shared.comm_bytes_per_gpu and whole.comm_bytes_per_gpu
+    assert shared.comm_bytes_per_gpu / whole.comm_bytes_per_gpu == pytest.approx(3 / 4 / 2 / (7 / 8))
+
+
+@pytest.mark.parametrize("method", ["helix", "dcp", "pass_q"])
+def test_a_measured_step(method: str, tmp_path: Path) -> None:
+    overrides = (*SMALL, "gpus=2", "batch=3", "seqlen=2", "kv_seqlen=65", f"method={method}", "dtype=float32")
+    (outcome,) = run_points([point(*overrides)], folder=tmp_path, reuse=False)
+    record = outcome.record
+    assert record.status == "ok", record.error
+    assert record.err_out is not None and record.err_out < 2e-6
+    assert record.err_timed_out is not None and record.err_timed_out < 2e-6
+    assert record.comm_bytes_per_gpu == record.comm_bytes_expected
+    assert not problems_of(tmp_path / f"{record.run_id}.json")
+    assert set(records.load(tmp_path)["sequences"]) == {3}

@@ -1,0 +1,56 @@
+"""Decode steps on real ranks: each row over the cache of its sequence, which all ranks share by tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from itertools import product
+
+import pytest
+
+from sp_bench.methods import REGISTRY
+from tests.run.decode_jobs import Case, find_errors
+from tests.support.marks import exhaustive
+from tests.support.ranks import Ranks
+
+METHODS = sorted(method.name for method in REGISTRY.values() if method.takes_caches)
+AT_MOST = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 2e-2}
+
+
+def assert_exact(ranks: Ranks, cases: Iterable[Case]) -> None:
+    """Every rank's rows are those of dense attention in fp64, and the bytes are the closed form's."""
+    wanted = list(cases)
+    answers = ranks.run(find_errors, wanted)
+    for case in wanted:
+        errors = [answer[case] for answer in answers[: case.n]]
+        assert max(error.relative for error in errors) <= AT_MOST[case.dtype], case
+        assert sum(error.sent for error in errors) == pytest.approx(sum(error.counted for error in errors)), case
+
+
+def cases(n: int, count: int) -> list[Case]:
+    """Batches of sequences of any lengths, of each method: dtypes, new tokens and groups of heads take turns."""
+    draw, found = random.Random(n), []
+    for i, (name, _) in enumerate(product(METHODS, range(count))):
+        new = (1, 1, 2, 3)[i % 4]
+        heads, kv_heads = ((4, 2), (8, 1), (6, 6), (6, 2))[i // 2 % 4]
+        lengths = tuple(draw.randint(max(n, new), 90) for _ in range(draw.randint(1, 7)))
+        dtype, narrow = ("float32", "float64", "bfloat16")[i % 3], (None, 8)[i % 5 == 4]
+        found.append(Case(n, name, lengths, new, heads, kv_heads, v_head_dim=narrow, dtype=dtype))
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3, *map(exhaustive, (1, 4, 5, 6, 8))])
+def test_sequences_of_any_lengths(ranks: Ranks, n: int) -> None:
+    assert_exact(ranks, cases(n, 5))
+
+
+@pytest.mark.parametrize("form", ["library", "messages"])
+def test_collectives(ranks: Ranks, form: str) -> None:
+    options = (("collectives", form),)
+    assert_exact(ranks, [Case(4, name, (33, 8, 50), options=options) for name in ("dcp", "helix")])
+
+
+def test_one_long_sequence(ranks: Ranks) -> None:
+    """A single user: the heads that share a key head are all the rows there are, fewer than ranks or not."""
+    shapes = [(heads, kv_heads) for heads, kv_heads in ((8, 1), (3, 1), (4, 4))]
+    assert_exact(ranks, [Case(4, name, (1021,), heads=h, kv_heads=k) for name in METHODS for h, k in shapes])
