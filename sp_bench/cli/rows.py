@@ -162,6 +162,7 @@ ROWS = (
     Row("validation", _validation, always=True),
     Row("error against fp64", largest_error, always=True),
     Row("  out, dq, dk, dv", _errors),
+    Row("  gradient of sinks", lambda r: _together(r.err_dsinks) or "-"),
     Row("  loss, gradient", lambda r: _together(r.err_loss, r.err_gradient) or "-"),
     Row("  of rows of what was timed", _timed_errors),
     Row("step [95% interval]", lambda r: step(r) if r.measured else "-", always=True),

@@ -31,6 +31,7 @@ from sp_bench.records import MODES, Record
 from sp_bench.records.quantities import Asked, Setup
 from sp_bench.records.record import Part, fields_of
 from sp_bench.workload import Workload, workload_named
+from sp_bench.workload.attention import SINKS
 
 LEAST_STEP = 128
 """seqlen=max is found to so many tokens of a rank, and refused if not even these fit."""
@@ -171,6 +172,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     cluster = replace(Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], values.seed))
     implementation = Implementation.build(config.get("implementation") or {"name": OURS.name})
     cluster.refuse(values.gpus)
+    _refuse_sinks(config, kind)
     mode = resolve_mode(config, values.gpus, cluster, launch, of_a_peer=peer is not None)
     workload.refuse(problem, mode.name, peer)
     for chunk in workload.chunks(problem):
@@ -215,6 +217,18 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         alone=mode.alone,
         launch=launch if mode.name == "measure" else None,
     )
+
+
+def _refuse_sinks(config: Mapping[str, Any], kind: type[Workload]) -> None:
+    """Raise RequestError for sinks of a workload that has none, or of steps that are replayed."""
+    if not config.get(SINKS):
+        return
+    if SINKS not in kind.keys:
+        rule = f"are of attention points: workload={kind.name} has none"
+        raise RequestError("sinks=true", rule, "sinks=false, or workload=attention, would work")
+    if config["cuda_graph"] is True:
+        rule = "are summed by the host's call, which a graph doesn't have"
+        raise RequestError("sinks=true cuda_graph=true", rule, "cuda_graph=false would work")
 
 
 def _method(given: Given, *, here: bool) -> Method | Peer:

@@ -53,6 +53,8 @@ class Asked:
     """Tokens of the longest document."""
     window: Annotated[list[int | None] | None, Setting()] = None
     """How many keys before and behind its own position a query sees; None for no limit."""
+    sinks: Annotated[bool | None, Setting("sinks")] = None
+    """Whether every softmax has a learned score by head besides those of keys; None for no."""
     dtype: Annotated[str, Setting("dtype")]
     """The dtype of inputs and results."""
     wire_dtype: Annotated[str, Setting("wire dtype")]
@@ -342,6 +344,8 @@ class Exactness:
     """The error of dk."""
     err_dv: Annotated[float | None, Result("error of dv")] = None
     """The error of dv."""
+    err_dsinks: float | None = None
+    """The error of the gradient of sinks."""
     err_loss: float | None = None
     """The error of the loss, in a training step."""
     err_gradient: float | None = None

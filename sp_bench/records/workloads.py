@@ -32,6 +32,7 @@ def workload_id(record: Mapping[str, Any]) -> str:
         config = record.get("config") or {}
         if mask.startswith("document"):
             mask += f"-{digest({key: config.get(key) for key in PACK_KEYS})[:8]}"
+    mask += "-sinks" if record.get("sinks") else ""
     named = ("heads", "kv_heads", "head_dim", *(["v_head_dim"] if record.get("v_head_dim") else []))
     heads = ":".join(str(record[key]) for key in named)
     keys = f":{record['kv_seqlen']}" if record.get("kv_seqlen") else ""

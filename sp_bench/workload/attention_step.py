@@ -23,8 +23,9 @@ from sp_bench.run.groups import gathered, world
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sms import SmShares, share
 from sp_bench.run.transport import AloneTransport
+from sp_bench.workload.attention import SINKS
 from sp_bench.workload.base import PlannedChunk, RankContext, Spec
-from sp_bench.workload.exact_rows import Sample, errors_of_rows, sampled
+from sp_bench.workload.exact_rows import Sample, SunkRows, errors_of_rows, sampled
 from sp_bench.workload.gate import GateErrors
 
 
@@ -41,6 +42,8 @@ class AttentionStep:
         self._kept: dict[str, Tensor] = {}
         self._results: dict[str, tuple[Tensor, ...]] = {}
         self._phases = spec.workload.phases
+        self._sinks = sinks_of(spec, problem, context.device)
+        self._sent: Counter[tuple[str, ...]] = Counter()
         self._forward_each_time = bool(spec.peer) and "forward" not in spec.workload.phases
         if spec.peer:
             self._engine = make_engine(spec, spec.problem, context)
@@ -48,7 +51,7 @@ class AttentionStep:
         if "forward" not in spec.workload.phases:
             # It has its own engine, so that its buffers are gone before the backward's memory is measured.
             forward = make_engine(spec, problem, context)
-            self._saved = forward.forward(self._given_q, self._k, self._v)[1]
+            self._saved = forward.forward(self._given_q, self._k, self._v, **self._sunk)[1]
             forward.close()
         plans = {phase: spec.plans[phase] for phase in spec.workload.phases}
         self._engine = make_engine(spec, problem, context, plans)
@@ -80,8 +83,13 @@ class AttentionStep:
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, ...]]:
-        """Bytes sent so far, including untimed executions."""
-        return self._engine.transport.sent_bytes
+        """Bytes sent so far, including untimed executions, and to sum the gradient of sinks."""
+        return self._engine.transport.sent_bytes + self._sent
+
+    @property
+    def _sunk(self) -> dict[str, Tensor]:
+        """The sinks as an argument of an engine's forward, if there are some."""
+        return {} if self._sinks is None else {"sinks": self._sinks}
 
     def untimed(self) -> None:
         """Run a peer's forward before a timed backward: autograd frees its graph with each backward."""
@@ -101,12 +109,15 @@ class AttentionStep:
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase. Only Action.EVERYTHING keeps results, and the tensors that the backward needs."""
         if phase == "forward":
-            out, saved = self._engine.forward(self._given_q, self._k, self._v, action, live)
+            out, saved = self._engine.forward(self._given_q, self._k, self._v, action, live, **self._sunk)
             results = (out,)
             if action is Action.EVERYTHING:
                 self._saved = saved
         else:
             results = self._engine.backward(self._dout, self._saved, action, live)
+            if self._sinks is not None and action is not Action.COMPUTE and self._spec.problem.n > 1:
+                dist.all_reduce(results[3])
+                self._sent.update(self._spec.workload.sent_otherwise(phase, self._spec.problem))
         if action is Action.EVERYTHING:
             self._results[phase] = results
 
@@ -155,7 +166,8 @@ class AttentionStep:
         self._results.clear()  # their memory is needed
         self._saved = {}
         inputs = self._q, self._k, self._v, self._dout
-        return errors_of_rows(self._spec.problem, self._context, inputs, self._kept, self._sample)
+        sunk = None if self._sinks is None else SunkRows(self._sinks)
+        return errors_of_rows(self._spec.problem, self._context, inputs, self._kept, self._sample, sunk)
 
     def close(self) -> None:
         """Release the engine's threads and streams."""
@@ -187,7 +199,7 @@ def make_engine(
     if spec.peer:
         return PeerEngine(spec.peer, problem, spec.executed, context.device)
     (engine,) = make_engines(spec, [PlannedChunk(problem, plans or spec.plans)], context, timed=timed)
-    if not context.cuda_graph or not engine.queues:
+    if not context.cuda_graph or not engine.queues or sinks_of(spec, problem, context.device) is not None:
         return engine
     return GraphedEngine(engine, engine.queues, _all_can if context.cuda_graph == "auto" else None)
 
@@ -238,6 +250,14 @@ def random_inputs(problem: Problem, rank: int, seed: int, device: torch.device) 
     q, dout = (random_tensor(problem, tokens[0], problem.heads, width, generator) for width in widths)
     k, v = (random_tensor(problem, tokens[1], problem.kv_heads, width, generator) for width in widths)
     return q, k, v, dout
+
+
+def sinks_of(spec: Spec, problem: Problem, device: torch.device) -> Tensor | None:
+    """The point's sinks, (H,) in the dtype of statistics, the same on all ranks; None if it has none."""
+    if not getattr(spec.workload, SINKS, False):
+        return None
+    dtype, generator = getattr(torch, problem.accumulate_dtype), torch.Generator().manual_seed(spec.seed)
+    return torch.randn(problem.heads, generator=generator, dtype=torch.float64).to(device, dtype)
 
 
 def given_queries(problem: Problem, rank: int, seed: int, q: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from sp_bench.resources import CONF
 from sp_bench.slurm.settings import Settings
 
 COUNTS = {
-    "config": 52,
+    "config": 53,
     "data": 8,
     "implementation": 6,
     "kernel": 1,

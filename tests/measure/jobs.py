@@ -19,7 +19,9 @@ from sp_bench.kernels.aten_cpu import AtenCpu
 from sp_bench.measure import job
 from sp_bench.measure.pool import report
 from sp_bench.measure.start import Start
+from sp_bench.run import engine as engine_module
 from sp_bench.run.devices import HostClock
+from sp_bench.run.engine import Engine
 from sp_bench.run.groups import own_group
 from sp_bench.workload import GateErrors, Spec, exact_rows, prefill_step
 
@@ -222,4 +224,24 @@ def gated_without_writing(spec: Spec, index: int) -> str:
             right(self, chunk)
 
     with patch.object(prefill_step.Cached, "write", write):
+        return job._gate(0, spec).wrong("float32")
+
+
+def gated_with_wrong_sinks(spec: Spec, wrong: str) -> str:
+    """The gate's answer on a point whose sinks are left out, or whose gradient isn't summed or is off."""
+    forward, gradient = Engine.forward, engine_module.of_sinks
+
+    def without(self: Engine, *arguments: Any, sinks: Tensor) -> Any:
+        return forward(self, *arguments, sinks=torch.full_like(sinks, -torch.inf))
+
+    def alone(*arguments: Any) -> Tensor:
+        found = gradient(*arguments)
+        return found if dist.get_rank() == 0 else torch.zeros_like(found)
+
+    patches = {
+        "left out": patch.object(Engine, "forward", without),
+        "not summed": patch.object(engine_module, "of_sinks", alone),
+        "off": patch.object(engine_module, "of_sinks", lambda *arguments: 1.01 * gradient(*arguments)),
+    }
+    with patches[wrong]:
         return job._gate(0, spec).wrong("float32")

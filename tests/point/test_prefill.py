@@ -153,7 +153,10 @@ def test_a_model_that_does_not_fit_says_what_would() -> None:
         ("mask=window window=[512,0]", "mask=window: is not that of a prompt"),
         ("mask=document data=short prefill.cached=8k", "mask=document: is not that of a prompt"),
         ("method=group_cast prefill.chunk=8k", "kv_seqlen=.*: group_cast casts rows"),
-        ("method=peer impl=my_module:attend cluster=local dtype=float32 seqlen=1k gpus=2", "my_module"),
+        (
+            "method=peer impl=torch_context_parallel cluster=local dtype=float32 seqlen=1k gpus=2",
+            "method=peer impl=torch_context_parallel: workload=prefill runs",
+        ),
         ("phase=backward", "phase=backward: there is no such phase.*forward"),
         ("phase=forward_backward", "phase=forward_backward: there is no such phase"),
         ("train.recompute=full", "train.recompute=full: is about training, .*; train.recompute=attention would work"),
