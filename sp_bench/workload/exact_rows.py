@@ -131,7 +131,7 @@ class SunkRows:
     found: Tensor | None = None
     """Their gradient by all ranks, (H,); None where it isn't compared."""
     exact: Tensor = field(init=False)
-    """Of the rows seen so far: their exact gradient, and the variance that rounded outputs give it, (2, H)."""
+    """The exact gradient by the rows seen so far, and the variance that rounded outputs give it: (2, H)."""
 
     def __post_init__(self) -> None:
         self.exact = torch.zeros(2, len(self.scores), dtype=torch.float64)
