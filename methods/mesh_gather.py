@@ -8,8 +8,8 @@ are (ReduceScatter). Backward gathers OdOQ and KV, and reduces dQ and dKV.
 transfer hides behind a block, so that it suits short sequences. With `slices` the tile is computed once per slice of
 the heads: gathering a slice, and reducing another, hide behind the block of a third.
 
-The block is one operation where the mask leaves rectangles (plan.fuse.one_block): one kernel call of a full mask, few of
-a causal one in zigzag order. Otherwise, as with stripes, it is a * b kernel calls one after the other.
+The block is one operation where the mask leaves rectangles (plan.fuse.one_block): one kernel call of a full mask, few
+of a causal one in zigzag order. Otherwise, as with stripes, it is a * b kernel calls one after the other.
 
 Volume sent by each GPU: that of mesh.py. Where n doesn't divide N, the library's collectives pad chunks to the longest.
 Peak memory, in chunks as in mesh.py: all of the tile at once, 3a + 2k b forward and 6a + 6k b backward, of up to three

@@ -4,7 +4,8 @@ NCCL's algorithms for all-gather and reduce-scatter, and its choice between them
 of NCCL 2.2x):
 
 ring    Its channels go round all members, node after node. A channel enters and leaves a node by another GPU than the
-        next, so that all NICs carry an equal share. n - 1 steps of latency, of which one between any two nodes.
+        next, so that all NICs carry an equal share. n - 1 steps of latency, of which one between any two nodes. Small
+        messages go by the protocols LL and LL128, with shorter steps at a lower rate, over NVSwitch.
 pat     Parallel trees, where each member is alone on its node: log2 n steps, at 3/4 of the rate.
 nvls    NVSwitch's multicast, inside a node of a cluster that has its rate (intra.nvls_bytes_per_s): one latency.
 
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sp_bench.cluster.topology import FullMesh, Network
+from sp_bench.cluster.topology import FullMesh, Network, Switch
 from sp_bench.lower import TransportKind
 from sp_bench.lower.staging import adds_up_on_the_way
 from sp_bench.plan.groups import UP, Group
@@ -33,6 +34,31 @@ PAT_RATE = 0.75
 """NCCL: "if (a == NCCL_ALGO_PAT) busBw *= .75"."""
 PAT_STEP, PAT_RANK_S = 1 / 3.5, 2.8e-6
 """NCCL's latency of PAT: log2(nodes) * interLat / 3.5 + ranks * 2.8 us."""
+
+
+class Protocol(NamedTuple):
+    """A protocol of NCCL's rings for small messages: its latencies, and what it gets of a ring's rate."""
+
+    name: str
+    begin_s: float
+    """baseLatencies."""
+    inside_s: float
+    """A step over NVLink (hwLatencies)."""
+    beside_network_s: float
+    """The least that such a step takes where some go over the network: what posting to it takes (getNetOverhead)."""
+    across_s: float
+    """A step over the network between nodes with several members, whose other steps hide a part of it."""
+    alone_s: float
+    """A step over the network between members that are alone on their nodes."""
+    rate_share: float
+    most_bytes_per_s: tuple[float, float]
+    """Inside a node, and over several (llMaxBws of Hopper, and of Intel's CPUs)."""
+
+
+PROTOCOLS = (
+    Protocol("ring LL", 6.6e-6, 0.6e-6, 1e-6, 2.7e-6, 5e-6, 0.5, (141e9, 20.4e9)),
+    Protocol("ring LL128", 14e-6, 1.9e-6, 1.9e-6, 4e-6, 8.5e-6, 0.92, (math.inf, math.inf)),
+)
 NVLS_S = 25e-6
 """NCCL's latency of NVLS (hwLat, Simple)."""
 
@@ -69,7 +95,7 @@ def algorithm(
         return None
     if not transport.adds:
         return _hops(op, network)
-    ways = [rings(op.group, network), *_pat(op.group, network), *_nvls(op.group, network)]
+    ways = [rings(op.group, network), *_small(op.group, network), *_pat(op.group, network), *_nvls(op.group, network)]
     return min(ways, key=lambda way: seconds(way, network, sent_bytes))
 
 
@@ -137,6 +163,23 @@ def rings(group: Group, network: Network) -> Algorithm:
     across_s = network.routes_to(placed.beyond).latency_s
     latency_s = (group.size - placed.nodes) * inside_s + (placed.nodes - 1) * across_s
     return Algorithm("ring", tuple(flows), latency_s)
+
+
+@lru_cache(maxsize=32)
+def _small(group: Group, network: Network) -> list[Algorithm]:
+    """Rings of protocols for small messages; only of GPUs on NVSwitch are NCCL's latencies those of the links."""
+    if type(network.topology.intra) is not Switch:
+        return []
+    ring, placed = rings(group, network), _placed(group, network)
+    several = placed.nodes > 1
+    found = []
+    for protocol in PROTOCOLS:
+        inside_s = np.where(several, max(protocol.inside_s, protocol.beside_network_s), protocol.inside_s)
+        across_s = np.where(placed.on_node == 1, protocol.alone_s, protocol.across_s)
+        steps_s = (group.size - placed.nodes) * inside_s + (placed.nodes - 1) * across_s
+        cap = protocol.most_bytes_per_s[bool(several.any())]
+        found.append(Algorithm(protocol.name, ring.flows, protocol.begin_s + steps_s, protocol.rate_share, cap))
+    return found
 
 
 @lru_cache(maxsize=32)

@@ -16,7 +16,7 @@ from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.kernel_table import KernelTable, Rates
 from sp_bench.cluster.variable import FLOPS_PER_PAIR, Kernel, blocks_s, joined_s
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.caches import CacheBlocks
+from sp_bench.plan.caches import CacheBlocks, Caches
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.intervals import Sizes
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
@@ -150,6 +150,7 @@ class DeviceCosts:
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError for a dtype or head_dim without kernel rates."""
         known = [table for table in self.tables if problem.dtype in table.dtypes]
+        decodes = isinstance(problem.mask, Caches)  # whose time is that of reads, for any width
         if not known:
             dtypes = dict.fromkeys(dtype for table in self.tables for dtype in table.dtypes)
             raise RequestError(
@@ -157,7 +158,7 @@ class DeviceCosts:
                 f"there are no kernel figures for it on {self.name}, so that it can't be simulated there",
                 f"one of {', '.join(dtypes)} would work",
             )
-        if not any(table.fits(problem) for table in known) and not padded(known, problem):
+        if not decodes and not any(table.fits(problem) for table in known) and not padded(known, problem):
             head_dims = " or ".join(map(str, sorted({table.head_dim for table in known})))
             raise RequestError(
                 f"head_dim={problem.head_dim}",
@@ -188,11 +189,15 @@ class DeviceCosts:
             notes.append(table.note())
         elif table.figures == "assumed":
             notes.append(f"the kernel rates of {self.name} are assumptions, at least in part")
-        if problem.v_head_dim:
+        if problem.v_head_dim and not isinstance(problem.blocks, CacheBlocks):
             notes.append(f"values of {problem.v_head_dim} are padded, and take as long as values of {problem.head_dim}")
         if isinstance(problem.blocks, CacheBlocks):
             rate = f"{self.memory_bytes_per_s / 1e12:.3g} TB/s"
-            notes.append(f"a decode step's kernel is simulated by its reads of memory at {rate}, not by measured times")
+            tflops = self._decoded_flops_per_s(problem) / 1e12
+            notes.append(
+                f"a decode step's kernel is simulated by its reads of memory at {rate}, or by its matrix products at "
+                f"{tflops:.3g} TFLOP/s, whichever take longer: no such kernel was measured"
+            )
         elif isinstance(problem.blocks, PackBlocks):
             notes.append(self._pack_note(problem.blocks, table.smallest))
         elif (tokens := min(problem.queries.largest, problem.keys.largest)) < table.smallest:
@@ -221,8 +226,7 @@ class DeviceCosts:
         if isinstance(blocks, PackBlocks):
             return self._pack_s(problem, phase, blocks)
         if isinstance(blocks, CacheBlocks):
-            chunks = range(blocks.n)
-            return np.array([self.caches_s(problem, [q], kv) for q in chunks for kv in chunks])
+            return np.concatenate([self.caches_s(problem, [q]) for q in range(blocks.n)])
         classes = map(blocks.regions_of, range(blocks.classes))
         return np.array([self.regions_s(problem, phase, regions) for regions in classes])
 
@@ -247,28 +251,42 @@ class DeviceCosts:
             total_s[there] += self.launch_s + kernel.call_s(alone_s, several_s, np.bincount(of), whole, longest)
         return total_s
 
-    def caches_s(self, problem: Problem, queries: Sequence[int], keys: int) -> float:
-        """Seconds of a decode step's kernel call: the rows of some chunks, of all sequences, with the keys of one chunk.
+    def caches_s(self, problem: Problem, queries: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Seconds of a decode step's kernel call for the rows of some chunks, of all sequences: (n,), by the chunk of
+        keys that they see.
 
         A call reads the keys and values of every sequence once, for all of its rows, and takes as long as that or as
         its matrix products, whichever is longer. These are of tiles of rows, of which a sequence fills one or more. A
         long cache is cut into parts that several multiprocessors compute, which a second kernel puts together
         (FlashDecoding, Dao et al. 2023).
         """
-        blocks, width = problem.blocks, problem.head_dim
+        reads_s, products_s = self._decoded_s(problem, queries)
+        return np.where(reads_s > 0, 2 * self.launch_s + np.maximum(reads_s, products_s), 0.0)
+
+    def reads_bind(self, problem: Problem) -> bool:
+        """Whether reads of caches take longer than products in a decode step's call for all rows."""
+        reads_s, products_s = self._decoded_s(problem, range(problem.n))
+        return bool(reads_s.max() >= products_s.max())
+
+    def _decoded_s(self, problem: Problem, queries: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of the reads, and of the matrix products, of a call for some chunks' rows: (n,) each, by chunk of
+        keys."""
+        blocks = problem.blocks
         assert isinstance(blocks, CacheBlocks), "only a decode step has caches"
-        read, (rows, seen) = blocks.work(np.asarray(queries), keys)
-        if not read:
-            return 0.0
+        rows, seen = blocks.work(queries)
         row_bytes = problem.token_bytes(Q.fields[0], wire=False) + problem.token_bytes(OUT.fields[0], wire=False)
-        moved = read * sum(problem.token_bytes(field, wire=False) for field in KV.fields) + int(rows.sum()) * row_bytes
+        key_bytes = sum(problem.token_bytes(field, wire=False) for field in KV.fields)
+        read = seen.sum(axis=0)
+        moved = read * key_bytes + (read > 0) * rows.sum() * row_bytes
         tiles = -(-rows // ROWS_OF_A_TILE) * ROWS_OF_A_TILE
-        flops = FLOPS_PER_PAIR["forward"] * float((tiles * seen).sum()) * problem.kv_heads * width
-        most = max(int(seen.max()), self._table(problem).smallest)
-        rate = self._table(problem).flops_per_s(
-            "forward", "full", most, most, batch_heads=problem.kv_heads, dtype=problem.dtype
-        )
-        return 2 * self.launch_s + max(moved / self.memory_bytes_per_s, flops / rate)
+        flops = 2.0 * (tiles @ seen) * problem.kv_heads * (problem.head_dim + problem.value_dim)
+        return moved / self.memory_bytes_per_s, flops / self._decoded_flops_per_s(problem)
+
+    def _decoded_flops_per_s(self, problem: Problem) -> float:
+        """FLOP/s of a decode step's matrix products: those of a large forward block."""
+        tokens, heads = problem.keys.seqlen, problem.block_heads
+        table = self._table(problem)
+        return table.flops_per_s("forward", "full", tokens, tokens, batch_heads=heads, dtype=problem.dtype)
 
     def joined_s(self, problem: Problem, phase: str, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Seconds of one call each of a query chunk of a pack, (calls,), with several key chunks, (chunks, calls).
@@ -324,6 +342,14 @@ class DeviceCosts:
             moved += elements * (fused if first or unfused is None else unfused)
         merges = not first and any(field.kind is Kind.STATISTIC for field in tensor.fields)
         return self._memory_s(moved, self.fold_bytes_per_s if merges else self.sum_bytes_per_s)
+
+    def merge_s(self, problem: Problem, tensor: Tensor, parts: int) -> float:
+        """Seconds of merging the partials that a reduce-scatter brings into one: each is read once, the result written,
+        in the wire dtype. It is one kernel for outputs, and two for each gradient."""
+        launches = 1 if tensor.is_output else 2 * len(tensor.fields)
+        moved = (parts + 1) * sum(problem.field_bytes(field, wire=True) for field in tensor.fields)
+        merged_s = self._memory_s(moved, self.fold_bytes_per_s if tensor.is_output else self.sum_bytes_per_s)
+        return merged_s + (launches - 1) * self.launch_s
 
     def cast_s(self, problem: Problem, tensor: Tensor, *, wire: bool, summed: bool = True, share: float = 1.0) -> float:
         """Seconds of casting a held chunk to its wire dtype, or (`wire` false) an accumulator to the compute dtype.

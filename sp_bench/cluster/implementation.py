@@ -24,6 +24,8 @@ class Implementation(Section, frozen=True, kw_only=True):
     """Bytes on top where a block has a part of the rows alone: their sum is written back into the whole."""
     joins_blocks: bool = False
     """Whether blocks of one query chunk with nothing to wait for between them are one kernel call, merged once."""
+    merges_at_once: bool = False
+    """Whether all partials that a reduce-scatter brings are merged by one kernel, and packed by one before it."""
     adds_narrow: bool = False
     """Whether reduce-scatters add gradients in the dtype that is sent, as NCCL does, which rounds at every hop."""
     host_s_per_block: NotNegative = 0.0
@@ -38,5 +40,5 @@ class Implementation(Section, frozen=True, kw_only=True):
         return read(cls, config, "implementation")
 
 
-OURS = Implementation(name="ours")
-"""This suite's executor: partials are merged by one fused kernel each."""
+OURS = Implementation(name="ours", merges_at_once=True)
+"""This suite's executor: partials are merged by one fused kernel each, those of a reduce-scatter by one for all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -93,6 +94,23 @@ def fold_each_(totals: Sequence[Pair], parts: Sequence[Pair]) -> None:
         fold_(*total, *part)
 
 
+def merge_(into: Pair, parts: Pair, own: int) -> None:
+    """Merge all parts but number `own` into a new result: `fold_` of each, on CUDA in one kernel for all.
+
+    Parts are (N, B, S, H, D) and (N, B, H, S), the result (B, S, H, D) and (B, H, S), outputs in any dtype.
+    """
+    (out, lse), (outs, lses) = into, parts
+    if lse.dtype == torch.float32 and (fused := fused_on(out.device)):
+        fused.merge_fused_(into, parts, own)
+        return
+    others = [number for number in range(len(outs)) if number != own]
+    total_out, total_lse = outs[others[0]].to(lse.dtype, copy=True), lses[others[0]].clone()
+    for number in others[1:]:
+        fold_(total_out, total_lse, outs[number], lses[number])
+    out.copy_(total_out)
+    lse.copy_(total_lse)
+
+
 def _alike(tensors: Tensors) -> bool:
     """Whether one kernel takes them as they are: all have one shape, dtype and order in memory."""
     x = tensors[0]
@@ -124,12 +142,13 @@ def triton_fails(device: torch.device) -> str:
 
     It needs a compiler, and a ptxas for the GPU. The second launch of a kernel goes past triton's own function.
     """
-    from sp_bench.kernels.fold_triton import fold_fused_, folds_fused_, sums_fused_
+    from sp_bench.kernels.fold_triton import fold_fused_, folds_fused_, merge_fused_, sums_fused_
 
     part = torch.ones(1, 3, 1, 16, device=device, dtype=torch.bfloat16), torch.ones(1, 1, 3, device=device)
     found = torch.zeros(1, 3, 1, 16, device=device), torch.ones(1, 1, 3, device=device)
     others, wanted, wanted_others = ((found[0].clone(), found[1].clone()) for _ in range(3))
     sums = torch.zeros_like(found[0]), torch.zeros_like(found[0])
+    merged = torch.zeros_like(found[0]), torch.zeros_like(found[1])
     why = "its result is wrong"
     try:
         for _ in range(2):
@@ -139,8 +158,9 @@ def triton_fails(device: torch.device) -> str:
                 fold_unfused_(*wanted, *part)
             fold_unfused_(*wanted_others, *part)
             sums_fused_(sums, (part[0], part[0]), adds=True)
-        wanted += (*wanted_others, 2 * part[0].float(), 2 * part[0].float())
-        if all(map(torch.allclose, (*found, *others, *sums), wanted)):
+            merge_fused_(merged, (torch.stack([part[0]] * 3), torch.stack([part[1]] * 3)), 1)
+        wanted += (*wanted_others, 2 * part[0].float(), 2 * part[0].float(), part[0].float(), part[1] + math.log(2))
+        if all(map(torch.allclose, (*found, *others, *sums, *merged), wanted)):
             return ""
     except Exception as error:
         why = f"{type(error).__name__}: {error}"

@@ -18,7 +18,7 @@ from triton.runtime import driver
 
 ELEMENTS = 4096
 """Accumulator elements of one program: 32 for each thread of its four warps."""
-FOLD, FOLDS, SUMS = range(3)
+FOLD, FOLDS, SUMS, MERGE = range(4)
 """The kernels, in keys."""
 Pair = tuple[Tensor, Tensor]
 ALIGNED = 16
@@ -109,6 +109,43 @@ def _sums_kernel(
             tl.store(intos[i] + into_at, x, mask=cells)
 
 
+@triton.jit
+def _merge_kernel(
+    into, into_lse, outs, lses, parts, own, tokens, head_dim,
+    into_b, into_s, into_h, into_d, into_lse_b, into_lse_h, into_lse_s,
+    out_n, out_b, out_s, out_h, out_d, lse_n, lse_b, lse_h, lse_s,
+    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    b, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    s = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    d = tl.arange(0, HEAD_DIM).to(tl.int64)
+    rows = s < tokens
+    cells = rows[:, None] & (d < head_dim)[None, :]
+    lse_at = lses + b * lse_b + h * lse_h + s * lse_s
+    out_at = outs + b * out_b + h * out_h + s[:, None] * out_s + d[None, :] * out_d
+
+    most = tl.full((TOKENS,), float("-inf"), tl.float32)
+    total = tl.full((TOKENS,), 0.0, tl.float32)
+    merged = tl.full((TOKENS, HEAD_DIM), 0.0, tl.float32)
+    for i in range(parts):
+        here = rows & (tl.full((TOKENS,), 0, tl.int32) + i != own)
+        new = tl.load(lse_at, mask=here, other=float("-inf"))
+        y = tl.load(out_at, mask=cells & here[:, None], other=0.0).to(tl.float32)
+        larger = tl.maximum(most, new)
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        kept, weight = tl.exp(most - base), tl.exp(new - base)
+        merged = merged * kept[:, None] + tl.where(new == float("-inf"), 0.0, weight)[:, None] * y
+        total = total * kept + weight
+        most = larger
+        lse_at += lse_n
+        out_at += out_n
+    merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
+    into_at = into + b * into_b + h * into_h + s[:, None] * into_s + d[None, :] * into_d
+    tl.store(into_at, merged.to(into.dtype.element_ty), mask=cells)
+    lse = tl.where(total == 0.0, float("-inf"), most + tl.log(total))
+    tl.store(into_lse + b * into_lse_b + h * into_lse_h + s * into_lse_s, lse, mask=rows)
+
+
 _launches: dict[Hashable, tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = {}
 """(what launches a compiled kernel, its arguments before and behind the tensors), by all that triton compiles for:
 shapes, strides, dtypes and alignment. triton's own function works these out at each launch, for five times as long."""
@@ -173,6 +210,28 @@ def _fold(
         return (triton.cdiv(tokens, at_once), heads, batch * (results or 1)), numbers
 
     _launch((which, results, out.shape, *strides, part_out.dtype), kernel, given, plan)
+
+
+def merge_fused_(into: Pair, parts: Pair, own: int) -> None:
+    """Merge all parts but one into a new result, in one kernel: parts are (N, B, S, H, D) and (N, B, H, S).
+
+    The outputs may be of any dtype, statistics are fp32. Raises ValueError for others.
+    """
+    (out, lse), (outs, lses) = into, parts
+    if not lse.dtype == lses.dtype == torch.float32:
+        raise ValueError(f"statistics of {lse.dtype}, {lses.dtype}: the fused merge is for float32")
+    if not out.numel():
+        return
+    strides = out.stride(), lse.stride(), outs.stride(), lses.stride()
+
+    def plan() -> Any:
+        batch, tokens, heads, head_dim = out.shape
+        at_once, padded = _rows_at_once(head_dim)
+        numbers = (outs.shape[0], own, tokens, head_dim, *chain(*strides), at_once, padded)
+        return (triton.cdiv(tokens, at_once), heads, batch), numbers
+
+    key = (MERGE, own, outs.shape, *strides, out.dtype, outs.dtype)
+    _launch(key, _merge_kernel, (out, lse, outs, lses), plan)
 
 
 def sums_fused_(into: Sequence[Tensor], parts: Sequence[Tensor], *, adds: bool) -> None:

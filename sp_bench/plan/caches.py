@@ -229,15 +229,14 @@ class CacheBlocks(Blocks):
     def parts(self, *, keys: bool) -> Sequence[Part]:
         return [Part(1.0, False)] * self.classes
 
-    def work(self, chunks: np.ndarray, kv: int) -> tuple[int, np.ndarray]:
-        """(keys of chunk `kv` that rows of some chunks see, the rows and keys of each sequence's call): (2, sequences).
-
-        A sequence's keys are read once for all of its rows.
+    def work(self, queries: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(rows of each sequence in some chunks, (sequences,), keys of each that they see in each chunk of keys, all of
+        them together, (sequences, n)).
         """
         shape = (len(self.mask.lengths), self.mask.new)
-        rows = self.rows[chunks].sum(axis=0).reshape(shape)
-        keys = (self.seen[:, kv].reshape(shape) * (rows > 0)).max(axis=1)
-        return int(keys.sum()), np.stack([rows.sum(axis=1), keys])
+        rows = self.rows[np.asarray(queries)].sum(axis=0).reshape(shape)
+        keys = (self.seen.reshape(*shape, self.n) * (rows > 0)[:, :, None]).max(axis=1)
+        return rows.sum(axis=1), keys
 
     def least_moved(self, per_query: float, per_key: float) -> float:
         """The least that any method moves between ranks, of so much for a row and for a key, all ranks together.

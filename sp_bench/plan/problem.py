@@ -39,6 +39,9 @@ class Problem:
     v_head_dim: int | None = None
     """Elements of a head of values and outputs if they are fewer, as in multi-head latent attention (DeepSeek-V2, Liu
     et al. 2024, section 2.1); `value_dim` is their number in any case."""
+    latent: bool = False
+    """Whether values are the first `value_dim` elements of keys, so that a token has one tensor of both: multi-head
+    latent attention with queries that have absorbed the matrix from latents to keys."""
     batch: int = 1
     mask: Mask = CAUSAL
     dtype: str = "bfloat16"
@@ -99,14 +102,16 @@ class Problem:
         return self.v_head_dim or self.head_dim
 
     def width(self, field: Field) -> int:
-        """Elements of a head of a field."""
+        """Elements of a head of a field; none of values that are part of keys."""
+        if self.latent and field.of_keys and field.of_values:
+            return 0
         return self.value_dim if field.of_values else self.head_dim
 
     @property
     def measured_as(self) -> str:
         """The class of problems whose measurements say how far simulations of this one are off (point.backing)."""
         apart = ["other keys than queries"] if self.kv_seqlen else []
-        apart += ["narrow values"] if self.v_head_dim else []
+        apart += ["latent keys"] if self.latent else ["narrow values"] if self.v_head_dim else []
         return ", ".join(apart) or self.mask.measured_as
 
     @property

@@ -276,7 +276,7 @@ def _problem(given: Given, method: Method | Peer) -> Problem:
         raise RequestError(f"train.data_parallel={data_parallel}", rule, f"{choices} would work")
     shape |= {key: shape[key] // tensor_parallel for key in ("heads", "kv_heads")}
     given.workload.refuse_method(method)
-    shape, mask = given.workload.attention_of(shape, mask, n)
+    shape, mask = given.workload.attention_of(given.config, shape, mask, n)
     layout, dtype = method.layout_of(mask, n), str(given.config["dtype"])
     wire_dtype = str(given.config["wire_dtype"] or "")
     problem = Problem(n=n, **shape, mask=mask, dtype=dtype, wire_dtype=wire_dtype, layout=layout)

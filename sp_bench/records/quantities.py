@@ -234,7 +234,7 @@ class Breakdown:
     bound_ms: Annotated[float | None, Result("lower bound of the step", "ms")] = None
     """A lower bound on the step on that cluster: for each phase its blocks, its busiest link, or its latencies."""
     bound_by: Annotated[str | None, Setting("bound by", wandb=SUMMARY)] = None
-    """The cause of most of the bound: compute, latency, or a class of links."""
+    """The cause of most of the bound: compute, memory (reads of a decode step), latency, or a class of links."""
     compute_ms: Annotated[float | None, Result("compute time of the busiest rank", "ms", noisy=True)] = None
     """Blocks and folds of the busiest rank. On shared cores this includes waiting for a core."""
     compute_only_ms_median: float | None = None

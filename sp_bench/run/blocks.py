@@ -93,7 +93,7 @@ class Blocks:
     def _of_caches(self, *blocks: Attend | AttendBackward) -> Perform:
         """The call of blocks of a decode step with the same keys: the results of all of their rows are made together.
 
-        The rows of several chunks lie end to end, in the order of their owners, so that a sequence's keys are read once.
+        Rows of several chunks lie end to end, in the order of their owners, so that a sequence's keys are read once.
         """
         problem, kernel, (kv,) = self._problem, self._kernel, {block.kv for block in blocks}
         alike = [block for block in blocks if isinstance(block, Attend)]
@@ -109,6 +109,7 @@ class Blocks:
             run.lap(WAITS)
             held = run.holdings
             q, (k, v) = end_to_end([held.chunks[block.q][0] for block in ordered]), held.chunks[kv]
+            v = k[..., : problem.value_dim] if problem.latent else v
             run.lap(REST)
             out, lse = empty_output(q[..., : v.shape[3]])
             for window in windows:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
 
-from sp_bench.kernels import fold_
-from sp_bench.kernels.fold import in_dtype
+from sp_bench.kernels.fold import merge_
 from sp_bench.lower import Lowering, ReceiveBuffer, StagingUse
 from sp_bench.lower.staging import adds_up_on_the_way
 from sp_bench.plan.ops import AllGather, Chunk, Plan, ReduceScatter, Transfer
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.tensors import Kind
 from sp_bench.run.blocks import Perform
 from sp_bench.run.execution import Execution
 from sp_bench.run.partials import Tensors, as_shape, copy
@@ -87,14 +86,13 @@ class Collectives(GroupTransfers):
 
     def _reduce(self, index: int, op: ReduceScatter) -> Perform:
         sent, slot = self._staging[StagingUse(op.lane, op.tensor, "send")], int(op.group.digit(self._rank))
-        places = [(chunk, self._of_member(op, chunk, sent)) for chunk in op.reads]
+        places = [x for chunk in op.reads for x in self._of_member(op, chunk, sent)]
         into, brought = self._buffers(index), self._brought(index, op)
         adds, collective = adds_up_on_the_way(op, self._problem, self._transport.kind), self._collective(index, op)
         received = () if adds else self._staging[StagingUse(op.lane, op.tensor, "recv")]
 
         def reduce(run: Execution) -> None:
-            for chunk, place in places:
-                copy(place, run.holdings.to_send(chunk))
+            copy(places, [x for chunk in op.reads for x in run.holdings.to_send(chunk)])
             if adds:
                 for x in sent:
                     x[slot].zero_()  # the rank's own is folded from its accumulator, which is not rounded
@@ -129,24 +127,20 @@ class Collectives(GroupTransfers):
         return collective
 
     def _merge(self, op: ReduceScatter, received: Tensors, into: Tensors) -> None:
-        """Merge the members' partials of this rank's chunk, in the accumulators' dtype.
+        """Merge the members' partials of this rank's chunk.
 
         Slots are as long as the longest chunk. This rank's rows lie as in its own, so that an output's fit its lse.
         """
-        slots = [int(op.group.digit(op.group.member(self._rank, shift))) for shift in range(1, op.group.size)]
-        shapes, wide = self._own_shapes(op), self._problem.accumulate_dtype
-        parts = [tuple(as_shape(x[slot], shape) for x, shape in zip(received, shapes, strict=True)) for slot in slots]
-        total = tuple(in_dtype(x, getattr(torch, wide)) for x in parts[0])
-        if len(parts) > 1 and total[0] is parts[0][0]:
-            total = tuple(x.clone() for x in total)
-        for part in parts[1:]:
-            if len(total) > 1 and op.tensor.fields[1].kind is Kind.STATISTIC:
-                fold_(*total, *part)
-            else:
-                for x, y in zip(total, part, strict=True):
-                    x.add_(y)
-        for x, place, shape in zip(total, into, shapes, strict=True):
-            as_shape(place, shape).copy_(x)
+        shapes, own = self._own_shapes(op), int(op.group.digit(self._rank))
+        parts = [_rows(x, shape) for x, shape in zip(received, shapes, strict=True)]
+        places = [as_shape(x, shape) for x, shape in zip(into, shapes, strict=True)]
+        if op.tensor.is_output:
+            (out, lse), (outs, lses) = places, parts
+            merge_((out, lse), (outs, lses), own)
+            return
+        for x, place in zip(parts, places, strict=True):
+            x[own].zero_()
+            torch.sum(x, 0, out=place)  # in the accumulators' dtype, and rounded once
 
     def _own_shapes(self, op: ReduceScatter) -> list[tuple[int, ...]]:
         """The shapes of the tensors of this rank's chunk, one for each field."""
@@ -159,3 +153,8 @@ class Collectives(GroupTransfers):
         tokens, slot = self._problem.field_tokens(chunk.tensor.fields[0], owner), op.group.digit(owner)
         shapes = (self._problem.field_shape(field, tokens) for field in chunk.tensor.fields)
         return tuple(as_shape(x[slot], shape) for x, shape in zip(buffers, shapes, strict=True))
+
+
+def _rows(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The first rows of each member's slot: (N, *shape)."""
+    return x.view(len(x), -1)[:, : math.prod(shape)].view(len(x), *shape)

@@ -237,12 +237,12 @@ class Partials:
         return tuple(torch.zeros(shape, dtype=into.dtype, device=self._device) for shape in into.shapes)
 
 
-def copy(into: Tensors, tensors: Tensors) -> None:
-    """Copy and cast all fields by one call."""
+def copy(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy and cast all tensors by one call."""
     if len(into) == 1:
         into[0].copy_(tensors[0])
     else:
-        torch._foreach_copy_(into, tensors)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_([*into], [*tensors])  # pyright: ignore[reportPrivateImportUsage]
 
 
 def tokens_of(x: Tensor, rows: Rows) -> Tensor:

@@ -108,8 +108,10 @@ class BlockCosts:
         (keys,), owners = op.keys, np.stack([chunk.owner(everyone) for chunk in op.queries])
         chunk_bytes = 0 if problem.queries_everywhere else problem.chunk_bytes(op.queries[0].tensor, wire=False)
         copy_s = self._device.copy_s(len(op.queries) * chunk_bytes)
-        found = [self._device.caches_s(problem, owners[:, r], int(keys.owner(r))) for r in everyone]
-        return np.array(found) + copy_s
+        mine = keys.owner(everyone)
+        if len(op.queries) == problem.n:
+            return self._device.caches_s(problem, everyone)[mine] + copy_s
+        return np.array([self._device.caches_s(problem, owners[:, r])[mine[r]] for r in everyone]) + copy_s
 
     def _find_gathered_s(self, op: Gathered) -> np.ndarray:
         """Seconds of the calls of a Gathered block on each rank, with the copy of its keys into their order: (n,).

@@ -196,7 +196,9 @@ class OperationCosts:
             return _of_each(rows, lambda count: self._device.copy_s(count * row_bytes))
         if isinstance(op, ReduceScatter):
             by_field = messages(op, self._problem, 0)[0] if op.group.size > 1 else {}
-            return (op.group.size - 1) * self._device.copy_s(sum(by_field.values()))
+            others, sent = op.group.size - 1, sum(by_field.values())
+            at_once = self._device.implementation.merges_at_once
+            return self._device.copy_s(others * sent) if at_once else others * self._device.copy_s(sent)
         if op.against:
             return self._cut_s(index, op, ranks)
         cast_s = self._cast_s(op.tensor, op.send not in self._lowering.unsummed)
@@ -211,6 +213,8 @@ class OperationCosts:
             return 0.0
         if isinstance(op, AllToAll):
             return self._device.copy_s(self._lowering.packed_bytes(op)[1])
+        if self._device.implementation.merges_at_once:
+            return self._device.merge_s(self._problem, op.tensor, arrivals)
         return arrivals * self._device.fold_s(self._problem, op.tensor, arriving=True)
 
     def moves(self, index: int, op: Transfer, ranks: np.ndarray) -> tuple[np.ndarray | bool, np.ndarray | bool]:

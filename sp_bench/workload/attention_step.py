@@ -15,6 +15,7 @@ from sp_bench.peers.engine import PeerEngine
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import KV
 from sp_bench.run.buffers import Arena
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action, Spent
@@ -248,7 +249,7 @@ def random_inputs(problem: Problem, rank: int, seed: int, device: torch.device) 
     tokens = [int(side.tokens(rank)) for side in (problem.queries, problem.keys)]
     widths = problem.head_dim, problem.value_dim
     q, dout = (random_tensor(problem, tokens[0], problem.heads, width, generator) for width in widths)
-    k, v = (random_tensor(problem, tokens[1], problem.kv_heads, width, generator) for width in widths)
+    k, v = (random_tensor(problem, tokens[1], problem.kv_heads, problem.width(field), generator) for field in KV.fields)
     return q, k, v, dout
 
 

@@ -154,7 +154,9 @@ class Workload(ABC):
         return values.seqlen
 
     @classmethod
-    def attention_of(cls, shape: Mapping[str, Any], mask: Mask, n: int) -> tuple[dict[str, Any], Mask]:
+    def attention_of(
+        cls, config: Mapping[str, Any], shape: Mapping[str, Any], mask: Mask, n: int
+    ) -> tuple[dict[str, Any], Mask]:
         """The shape (fields of a Problem by name) and mask of the attention on n ranks, of those that a config has."""
         return dict(shape), mask
 

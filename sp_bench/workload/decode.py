@@ -1,4 +1,4 @@
-"""workload=decode: the attention of one decode step, new tokens of many sequences over their caches. Imports no torch."""
+"""workload=decode: attention of a decode step, new tokens of many sequences over their caches. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ class DecodeSection(Section, frozen=True, kw_only=True):
     """The section `decode` of a config."""
 
     tensor_parallel: Count = 1
+    latent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decode(Attention):
     """The attention of one layer for the next token, or the next few, of each sequence of a batch.
 
-    `seqlen` are the new tokens of a sequence, `kv_seqlen` the keys of its cache with theirs, `batch` the sequences. With
-    mask=document each document of `data` is the cache of one sequence, and kv_seqlen the keys of all of them.
+    `seqlen` are the new tokens of a sequence, `kv_seqlen` the keys of its cache with theirs, `batch` the sequences.
+    With mask=document each document of `data` is the cache of one sequence, and kv_seqlen the keys of all of them.
     Ranks share the caches by tokens (plan.caches); `tensor_parallel` GPUs share the heads of each rank.
     """
 
@@ -70,7 +71,9 @@ class Decode(Attention):
         return values.kv_seqlen or values.seqlen
 
     @classmethod
-    def attention_of(cls, shape: Mapping[str, Any], mask: Mask, n: int) -> tuple[dict[str, Any], Mask]:
+    def attention_of(
+        cls, config: Mapping[str, Any], shape: Mapping[str, Any], mask: Mask, n: int
+    ) -> tuple[dict[str, Any], Mask]:
         """The shape and mask of the attention: rows of all sequences, and the keys of all caches.
 
         Raises RequestError for a mask that no decode step has, or sequences that don't go together.
@@ -92,7 +95,11 @@ class Decode(Attention):
             raise RequestError(f"mask={mask.name}", rule, "mask=causal, or mask=document with data, would work")
         caches = Caches(lengths, new, share)
         caches.refuse_ranks(n)
-        heads = {"heads": shape["kv_heads"], "batch": 1}
+        latent = read(DecodeSection, config["decode"], "decode").latent
+        if latent and shape["kv_heads"] > 1:
+            rule = "all query heads share the one head of latent keys"
+            raise RequestError(f"decode.latent=true, kv_heads={shape['kv_heads']}", rule, "kv_heads=1 would work")
+        heads = {"heads": shape["kv_heads"], "batch": 1, "latent": latent}
         return {**shape, **heads, "seqlen": caches.seqlen, "kv_seqlen": caches.kv_seqlen}, caches
 
     @classmethod

@@ -262,7 +262,7 @@ class _Unit:
         self.seen, self.scale, self.value_dim = seen, 1 / math.sqrt(problem.head_dim), problem.value_dim
         self.keys = sample.keys if unit in sample.key_units else sample.keys[:0]
         self._q, self._dout = q, dout
-        self._k, self._v = (self._whole(x, problem) for x in (k, v))
+        self._k, self._v = (self._whole(x, problem) for x in (k, k[..., : self.value_dim] if problem.latent else v))
 
     def _whole(self, x: Tensor, problem: Problem) -> Tensor:
         """The head's rows of all ranks, on the CPU: (kv_seqlen, D)."""

@@ -85,7 +85,18 @@ def test_members_alone_on_their_nodes_take_trees_where_latency_counts() -> None:
     assert (few.name, few.rate_share, many.name) == ("pat", PAT_RATE, "ring")
     assert few.latency_s.max() == pytest.approx(4 * 3e-5 / 3.5 + 16 * 2.8e-6)
     inside = where.algorithm(gather(Group(1, 2)), problem(32), 10)
-    assert inside is not None and inside.name == "ring"
+    assert inside is not None and inside.name == "ring LL"
+
+
+def test_small_messages_take_protocols_of_short_steps() -> None:
+    """NCCL 2.2x, src/graph/tuning.cc: baseLatencies, hwLatencies and getNetOverhead."""
+    where, size = cluster(gpus_per_node=8), 1000
+    one_node, several = (where.algorithm(gather(Group(1, n)), problem(n), size) for n in (8, 64))
+    assert one_node and several and one_node.name == several.name == "ring LL"
+    assert one_node.latency_s.max() == pytest.approx(6.6e-6 + 7 * 0.6e-6)
+    assert several.latency_s.max() == pytest.approx(6.6e-6 + 56 * 1e-6 + 7 * 2.7e-6)
+    large = where.algorithm(gather(Group(1, 64)), problem(64), 10**9)
+    assert large is not None and large.name == "ring"
 
 
 def test_multicast_is_used_where_the_cluster_has_it() -> None:

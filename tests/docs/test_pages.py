@@ -34,6 +34,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "docs/tutorial/first_points.md",
         "docs/how-to/own_attention.md",
         "docs/how-to/choose.md",
+        "docs/how-to/decode.md",
         "skills/sp_bench/SKILL.md",
     ],
 )

@@ -165,8 +165,11 @@ def test_triton_is_tried_by_compiling_once(broken: str, monkeypatch: pytest.Monk
         for total, part in zip(totals, parts, strict=True):
             fold.fold_unfused_(*total, *part)
 
+    def merged(into: Part, parts: Part, own: int) -> None:
+        fold.merge_(into, parts, own)
+
     module = ModuleType("sp_bench.kernels.fold_triton")
-    vars(module).update(fold_fused_=fused, folds_fused_=folded, sums_fused_=summed)
+    vars(module).update(fold_fused_=fused, folds_fused_=folded, sums_fused_=summed, merge_fused_=merged)
     monkeypatch.setitem(sys.modules, "sp_bench.kernels.fold_triton", module)
     fold.triton_fails.cache_clear()
     with warnings.catch_warnings(record=True) as said:

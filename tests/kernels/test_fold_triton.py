@@ -268,6 +268,25 @@ def test_several_folds_are_each_its_own(
         torch.testing.assert_close(total[1].double(), wanted[1], rtol=2e-7, atol=2e-7)
 
 
+@settings(max_examples=20, deadline=None)
+@given(shapes, st.sampled_from(NARROW), st.sampled_from([0.0, 0.5, 1.0]), st.integers(2, 5), st.data())
+def test_all_parts_but_one_are_merged(
+    fused: Callable, shape: Shape, dtype: torch.dtype, blind: float, parts: int, data: st.DataObject
+) -> None:
+    """By one kernel as by one fold after another, whatever stands in the place that is left out."""
+    own = data.draw(st.integers(0, parts - 1))
+    each = [a_part(seed, shape, dtype, blind) for seed in range(parts)]
+    outs, lses = (torch.stack([part[i] for part in each]) for i in (0, 1))
+    outs[own], lses[own] = math.nan, math.nan
+    results = [(torch.empty(shape, dtype=dtype), torch.empty(lses.shape[1:])) for _ in range(2)]
+    fold.merge_(results[0], (outs, lses), own)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(fold, "fused_on", lambda device: sys.modules[MODULE])
+        fold.merge_(results[1], (outs, lses), own)
+    torch.testing.assert_close(results[1][0].float(), results[0][0].float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=2e-6, atol=2e-6)
+
+
 def test_folds_that_differ_are_folded_one_by_one(fused: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[MODULE]
     monkeypatch.setattr(fold, "fused_on", lambda device: module)

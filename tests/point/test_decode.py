@@ -48,6 +48,7 @@ def test_documents_are_sequences_of_their_own_lengths() -> None:
         ("seqlen=4 kv_seqlen=2", "sequence 0 with 2 keys: .* 4 new tokens"),
         ("decode.tensor_parallel=3", "decode.tensor_parallel=3: must divide gpus=8"),
         ("decode.tensor_parallel=0", "decode.tensor_parallel=0: must be a whole number of at least 1"),
+        ("decode.latent=true", "decode.latent=true, kv_heads=8: all query heads share .* kv_heads=1 would work"),
         ("phase=backward", "phase=backward: .* forward"),
         ("method.layout=zigzag", "method.layout=zigzag: every rank has a run of each cache"),
         ("mask=document data=lengths data.lengths=[64k,64k]", "batch=16: the sequences are the documents"),
@@ -93,6 +94,15 @@ def test_a_call_reads_a_cache_once_for_all_rows() -> None:
     assert rows == pytest.approx(one, rel=0.05) and sequences == pytest.approx(4 * one, rel=0.1)
 
 
+def test_latent_keys_are_held_once() -> None:
+    """DeepSeek-V3: 576 elements a token, of which 512 are the values (DeepSeek-AI 2024, section 2.1.1)."""
+    request = point("model=deepseek_v3", "gpus=8", "batch=8", "kv_seqlen=128k", "method=helix", "mode=simulate")
+    record, choice = simulate_point(request)
+    assert record.cache_bytes == 2**17 * 576 * 2 and record.workload == "decode"
+    assert choice.problem.seqlen == 8 * 128 and record.v_head_dim == 512
+    assert record.comm_bytes_per_gpu == 7 / 8 * 8 * 128 * (512 * 2 + 4)
+
+
 def test_heads_shared_by_gpus() -> None:
     """Two GPUs that share heads have half of the ranks, and as much of the cache each."""
     whole, shared = (
@@ -103,9 +113,12 @@ def test_heads_shared_by_gpus() -> None:
     assert shared.comm_bytes_per_gpu / whole.comm_bytes_per_gpu == pytest.approx(3 / 4 / 2 / (7 / 8))
 
 
-@pytest.mark.parametrize("method", ["helix", "dcp", "pass_q"])
-def test_a_measured_step(method: str, tmp_path: Path) -> None:
-    overrides = (*SMALL, "gpus=2", "batch=3", "seqlen=2", "kv_seqlen=65", f"method={method}", "dtype=float32")
+LATENT = ("kv_heads=1", "v_head_dim=8", "decode.latent=true")
+
+
+@pytest.mark.parametrize(("method", "more"), [("helix", ()), ("dcp", ()), ("pass_q", ()), ("helix", LATENT)])
+def test_a_measured_step(method: str, more: tuple[str, ...], tmp_path: Path) -> None:
+    overrides = (*SMALL, "gpus=2", "batch=3", "seqlen=2", "kv_seqlen=65", f"method={method}", "dtype=float32", *more)
     (outcome,) = run_points([point(*overrides)], folder=tmp_path, reuse=False)
     record = outcome.record
     assert record.status == "ok", record.error

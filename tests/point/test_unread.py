@@ -17,6 +17,7 @@ from sp_bench.point.unread import READ_BY
 from sp_bench.resources import CONF
 
 POINT = ("mode=simulate", "gpus=2", "seqlen=1k", "heads=4", "kv_heads=4", "method=all_gather")
+DECODING = ("mode=simulate", "gpus=4", "heads=4", "kv_heads=4", "method=pass_q", "workload=decode")
 TRAINING = (*POINT, "model=tiny", "head_dim=128")
 PREFILL = (*TRAINING, "workload=prefill")
 OTHERWISE: dict[str, str] = {
@@ -30,7 +31,8 @@ OTHERWISE: dict[str, str] = {
     "transport": "symmetric_memory", "registered_buffers": "true", "cta_policy": "efficiency", "cuda_graph": "true",
     "stragglers.ranks": "{1: 2}", "stragglers.links": "{port: {0: 0.5}}", "stragglers.jitter": "0.2", "iters": "3",
     "warmup": "1", "verify": "false", "parts": "false", "timeout_s": "5", "seed": "4", "window": "[9,0]", "chunk": "64",
-    "mode": "alone", "workload": "train", "kernel.sm_margin": "8",
+    "mode": "alone", "workload": "train", "kernel.sm_margin": "8", "decode.tensor_parallel": "2",
+    "decode.latent": "true",
     "sinks": "true", "prefill.chunk": "256", "prefill.cached": "512", "prefill.tensor_parallel": "2",
 }  # fmt: skip
 """Another valid value of each key of conf/config.yaml, and of the one of conf/kernel."""
@@ -59,7 +61,8 @@ def record(*overrides: str) -> dict[str, Any]:
 @pytest.mark.parametrize("key", sorted({*keys()} - ABOUT_THE_OUTPUT - OF_PEERS))
 def test_each_key_is_read_refused_or_said_to_be_unread(key: str) -> None:
     """By another value on a simulated point a figure or a description differs, or a note names it, or it is refused."""
-    base = TRAINING if key.startswith("train.") else PREFILL if key.startswith("prefill.") else POINT
+    bases = {"train.": TRAINING, "prefill.": PREFILL, "decode.": DECODING}
+    base = next((base for section, base in bases.items() if key.startswith(section)), POINT)
     base = tuple(word for word in base if word.partition("=")[0] != key)
     try:
         differs = record(*base, f"{key}={OTHERWISE[key]}")

@@ -31,6 +31,7 @@ class Case(NamedTuple):
     kv_heads: int = 2
     head_dim: int = 16
     v_head_dim: int | None = None
+    latent: bool = False
     dtype: str = "float32"
     options: tuple[tuple[str, object], ...] = ()
 
@@ -39,7 +40,7 @@ class Case(NamedTuple):
         """Its attention: query heads of a key head are rows."""
         mask = Caches(self.lengths, self.new, self.heads // self.kv_heads)
         shape = {"seqlen": mask.seqlen, "kv_seqlen": mask.kv_seqlen, "heads": self.kv_heads, "kv_heads": self.kv_heads}
-        widths = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim}
+        widths = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim, "latent": self.latent}
         return Problem(n=self.n, **shape, **widths, mask=mask, dtype=self.dtype, layout=mask.layout("auto"))
 
 
@@ -77,7 +78,8 @@ def _error(case: Case, group) -> Error:
         out, _ = engine.forward(given.clone(), k[:, keys].clone(), v[:, keys].clone())
     sent = sum(engine.transport.sent_bytes.values())
     engine.close()
-    wanted = _dense(case, q.double(), k.double(), v.double())[:, rows]
+    values = k[..., : problem.value_dim] if case.latent else v
+    wanted = _dense(case, q.double(), k.double(), values.double())[:, rows]
     relative = float((out.double() - wanted).norm() / wanted.norm())
     return Error(relative, sent, 2 * method.bytes_sent(case.problem, "forward"))
 
@@ -86,7 +88,7 @@ def _whole(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of all sequences."""
     generator = torch.Generator().manual_seed(hash(case.lengths) % 1000)
     problem = case.problem
-    widths = (problem.head_dim, problem.head_dim, problem.value_dim)
+    widths = (problem.head_dim, problem.head_dim, 0 if case.latent else problem.value_dim)
     tokens = (problem.seqlen, problem.keys.seqlen, problem.keys.seqlen)
     q, k, v = (
         torch.randn(1, count, case.kv_heads, width, generator=generator)

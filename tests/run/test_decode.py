@@ -50,6 +50,12 @@ def test_collectives(ranks: Ranks, form: str) -> None:
     assert_exact(ranks, [Case(4, name, (33, 8, 50), options=options) for name in ("dcp", "helix")])
 
 
+def test_latent_keys(ranks: Ranks) -> None:
+    """Values are a part of the keys, and no tensor of their own."""
+    shape = {"heads": 8, "kv_heads": 1, "head_dim": 24, "v_head_dim": 16, "latent": True}
+    assert_exact(ranks, [Case(3, name, (33, 8, 50), dtype=dtype, **shape) for name in METHODS for dtype in AT_MOST])
+
+
 def test_one_long_sequence(ranks: Ranks) -> None:
     """A single user: the heads that share a key head are all the rows there are, fewer than ranks or not."""
     shapes = [(heads, kv_heads) for heads, kv_heads in ((8, 1), (3, 1), (4, 4))]

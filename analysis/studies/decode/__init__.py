@@ -1,0 +1,111 @@
+"""Decoding over long caches: which method, and how many GPUs share heads, simulated, beside what bounds a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import NamedTuple
+
+from sp_bench.analysis.runs import Point, Runs, point
+from sp_bench.cli.words import tokens
+from sp_bench.point.backing import TELLING
+from sp_bench.records import Record
+
+METHODS = ("helix", "dcp", "pass_q")
+CLUSTER = "h100_ndr400"
+GPUS = (8, 64)
+CACHES = (2**10, 2**13, 2**17, 2**20)
+"""Keys of each sequence."""
+BATCHES = (1, 32)
+DEGREES = (1, 2, 4, 8)
+"""GPUs that share heads."""
+
+
+class Shape(NamedTuple):
+    """The heads of an attention."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    v_head_dim: int | None = None
+
+    @property
+    def latent(self) -> bool:
+        """Whether values are a part of keys."""
+        return self.v_head_dim is not None
+
+
+SHAPES = (
+    Shape("llama3_8b: 32 heads, 8 of keys", 32, 8),
+    Shape("llama3_70b: 64 heads, 8 of keys", 64, 8),
+    Shape("deepseek_v3: 128 heads, latent keys", 128, 1, 576, 512),
+)
+
+
+class Setting(NamedTuple):
+    """A batch of sequences on some GPUs."""
+
+    shape: Shape
+    cache: int
+    batch: int
+    gpus: int
+    degree: int = 1
+
+
+SETTINGS = [Setting(*each) for each in product(SHAPES, CACHES, BATCHES, GPUS)]
+SPLIT = [
+    Setting(shape, cache, batch, gpus, degree)
+    for shape, gpus, batch, cache, degree in product(SHAPES[:2], GPUS, BATCHES, CACHES[-2:], DEGREES)
+]
+Row = dict[str, str]
+
+
+def _point(setting: Setting, method: str) -> Point:
+    shape = {key: value for key, value in setting.shape._asdict().items() if key != "name"}
+    step = {"workload": "decode", "kv_seqlen": setting.cache, "batch": setting.batch, "seqlen": 1}
+    decode = {"latent": setting.shape.latent, "tensor_parallel": setting.degree}
+    usual = {"phase": "forward", "cluster": CLUSTER, "baseline": None, "trace": 0}
+    return point(method=method, gpus=setting.gpus, **step, **shape, **usual, decode=decode)
+
+
+def fastest(runs: Runs) -> list[Row]:
+    """A row for each setting: every method's step, the fastest ones, what bounds the first, and a GPU's cache."""
+    found = runs.by_key({(setting, method): _point(setting, method) for setting, method in product(SETTINGS, METHODS)})
+    rows = []
+    for setting in SETTINGS:
+        steps = {name: found[setting, name] for name in METHODS}
+        first = min(steps, key=lambda name: _ms(steps[name]))
+        near = [name for name in METHODS if _ms(steps[name]) <= (1 + TELLING) * _ms(steps[first])]
+        row = {"attention": setting.shape.name, "cache": tokens(setting.cache), "batch": str(setting.batch)}
+        row |= {"GPUs": str(setting.gpus)} | {f"{name}, ms": f"{_ms(steps[name]):.3g}" for name in METHODS}
+        row |= {"fastest": ", ".join(near)}
+        bound, by = steps[first].bound_ms or 0.0, steps[first].bound_by
+        rows.append(row | {"its bound, ms": f"{bound:.2g}, by {by}", "cache a GPU, MB": _megabytes(steps[first])})
+    return rows
+
+
+def shared(runs: Runs) -> list[Row]:
+    """A row for each attention, batch, cache and number of GPUs: Helix's step by how many GPUs share heads."""
+    found = runs.by_key({setting: _point(setting, "helix") for setting in SPLIT})
+    rows: dict[tuple[object, ...], Row] = {}
+    for setting in SPLIT:
+        key = setting[:-1]
+        about = {"attention": setting.shape.name, "GPUs": str(setting.gpus), "batch": str(setting.batch)}
+        row = rows.setdefault(key, about | {"cache": tokens(setting.cache)})
+        row[f"TP {setting.degree}, ms"] = f"{_ms(found[setting]):.3g}"
+    for key, row in rows.items():
+        steps: Mapping[int, float] = {d: _ms(found[Setting(*key, d)]) for d in DEGREES}  # pyright: ignore[reportArgumentType]
+        first = min(steps, key=lambda degree: steps[degree])
+        row["fastest"] = ", ".join(f"TP {d}" for d in DEGREES if steps[d] <= (1 + TELLING) * steps[first])
+    return [*rows.values()]
+
+
+def _megabytes(record: Record) -> str:
+    assert record.cache_bytes is not None, record.error
+    return f"{record.cache_bytes / 1e6:,.3g}"
+
+
+def _ms(record: Record) -> float:
+    assert record.step_ms_median is not None, record.error
+    return record.step_ms_median
