@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -40,10 +40,10 @@ def counted(request: Request, choice: Choice | None) -> Counted:
     chunks = choice.chunks
     setup = replace(
         request.setup(),
-        layout="; ".join(dict.fromkeys(each.problem.layout.name for each in chunks)),
+        layout=problem.layout.name,
         tile_a=tile_a,
         tile_b=tile_b,
-        variant="; ".join(dict.fromkeys(each.variant for each in chunks)) or None,
+        variant=_variant(chunks) or None,
         work_imbalance=account.work_imbalance([(next(iter(each.plans.values())), each.problem) for each in chunks]),
         work_imbalance_lower_bound=account.least_imbalance(problem),
         candidates=None if choice.earlier else choice.candidates,
@@ -61,6 +61,13 @@ def counted(request: Request, choice: Choice | None) -> Counted:
     differ = formula is not None and found != formula
     wrong = f"the plan sends {found} bytes, the closed form says {formula}" if differ else ""
     return Counted(setup=setup, traffic=traffic, memory=memory, wrong=wrong)
+
+
+def _variant(chunks: Sequence[Choice]) -> str:
+    """The variants of all chunks, each once; with their layouts where these differ."""
+    layouts = {each.problem.layout.name for each in chunks}
+    of_layout = (f"{each.variant} {each.problem.layout.name}".strip() for each in chunks)
+    return "; ".join(dict.fromkeys(of_layout if len(layouts) > 1 else (each.variant for each in chunks)))
 
 
 def _planning_ms(request: Request, choice: Choice) -> float | None:

@@ -17,7 +17,7 @@ from sp_bench.point.masks import described, identified, mask_of
 from sp_bench.reading import Count, Natural, Seconds, Section, Tokens, read
 from sp_bench.records.quantities import Asked
 from sp_bench.workload import WORKLOADS, Workload, workload_named
-from sp_bench.workload.attention import SINKS
+from sp_bench.workload.base import SINKS
 
 NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", "trace")
 """Keys that don't affect a point's numbers, and so are left out of its run_id."""

@@ -31,7 +31,7 @@ from sp_bench.records import MODES, Record
 from sp_bench.records.quantities import Asked, Setup
 from sp_bench.records.record import Part, fields_of
 from sp_bench.workload import Workload, workload_named
-from sp_bench.workload.attention import SINKS
+from sp_bench.workload.base import SINKS
 
 LEAST_STEP = 128
 """seqlen=max is found to so many tokens of a rank, and refused if not even these fit."""

@@ -11,7 +11,7 @@ from sp_bench.peers.peer import Peer
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.reading import read
-from sp_bench.workload.base import RankContext, Spec, Step, Workload
+from sp_bench.workload.base import SINKS, RankContext, Spec, Step, Workload
 from sp_bench.workload.gate import GateErrors
 from sp_bench.workload.training import ring_bytes
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-SINKS = "sinks"
-"""The key of a config that says whether there are sinks."""
 SINKS_SUM = ("sinks", "all_reduce", "sum")
 """The key of what the summation of their gradient sends."""
 

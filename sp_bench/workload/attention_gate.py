@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch import Tensor
 
-from sp_bench.workload.attention_step import given_queries, make_engine, random_inputs, sinks_of
+from sp_bench.workload.attention_step import forward_of, given_queries, make_engine, random_inputs, sinks_of
 from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.exact_rows import SunkRows, errors_of_rows, rows_for
 from sp_bench.workload.exactness import NAMES
@@ -29,17 +30,18 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
     given = [x.clone() for x in (asked, k, v, dout)]  # a function that changes its inputs doesn't change what is right
     engine, sinks = make_engine(spec, small, context), sinks_of(spec, small, context.device)
     sunk = None if sinks is None else SunkRows(sinks)
-    results = ()
+    results: tuple[Tensor, ...] = ()
     for _ in range(2):
         context.alive()
-        out, saved = engine.forward(given[0], given[1], given[2], **({} if sinks is None else {"sinks": sinks}))
+        out, saved = forward_of(engine, (given[0], given[1], given[2]), sinks=sinks)
         results = (out,)
         if "backward" in spec.executed:
             context.alive()
             results += engine.backward(given[3], saved)
     engine.close()
     if sunk and len(results) > len(NAMES):
-        sunk.found = results[-1].clone()
+        *_, of_sinks = results
+        sunk.found = of_sinks.clone()
         if small.n > 1:
             dist.all_reduce(sunk.found)
     sample = rows_for(small, context.rank, spec.seed, context.device.type)

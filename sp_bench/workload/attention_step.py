@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,7 @@ from sp_bench.run.groups import gathered, world
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sms import SmShares, share
 from sp_bench.run.transport import AloneTransport
-from sp_bench.workload.attention import SINKS
-from sp_bench.workload.base import PlannedChunk, RankContext, Spec
+from sp_bench.workload.base import SINKS, PlannedChunk, RankContext, Spec
 from sp_bench.workload.exact_rows import Sample, SunkRows, errors_of_rows, sampled
 from sp_bench.workload.gate import GateErrors
 
@@ -52,7 +52,7 @@ class AttentionStep:
         if "forward" not in spec.workload.phases:
             # It has its own engine, so that its buffers are gone before the backward's memory is measured.
             forward = make_engine(spec, problem, context)
-            self._saved = forward.forward(self._given_q, self._k, self._v, **self._sunk)[1]
+            self._saved = forward_of(forward, (self._given_q, self._k, self._v), sinks=self._sinks)[1]
             forward.close()
         plans = {phase: spec.plans[phase] for phase in spec.workload.phases}
         self._engine = make_engine(spec, problem, context, plans)
@@ -87,11 +87,6 @@ class AttentionStep:
         """Bytes sent so far, including untimed executions, and to sum the gradient of sinks."""
         return self._engine.transport.sent_bytes + self._sent
 
-    @property
-    def _sunk(self) -> dict[str, Tensor]:
-        """The sinks as an argument of an engine's forward, if there are some."""
-        return {} if self._sinks is None else {"sinks": self._sinks}
-
     def untimed(self) -> None:
         """Run a peer's forward before a timed backward: autograd frees its graph with each backward."""
         if self._forward_each_time:
@@ -110,7 +105,8 @@ class AttentionStep:
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase. Only Action.EVERYTHING keeps results, and the tensors that the backward needs."""
         if phase == "forward":
-            out, saved = self._engine.forward(self._given_q, self._k, self._v, action, live, **self._sunk)
+            inputs = self._given_q, self._k, self._v
+            out, saved = forward_of(self._engine, inputs, action, live, self._sinks)
             results = (out,)
             if action is Action.EVERYTHING:
                 self._saved = saved
@@ -251,6 +247,20 @@ def random_inputs(problem: Problem, rank: int, seed: int, device: torch.device) 
     q, dout = (random_tensor(problem, tokens[0], problem.heads, width, generator) for width in widths)
     k, v = (random_tensor(problem, tokens[1], problem.kv_heads, problem.width(field), generator) for field in KV.fields)
     return q, k, v, dout
+
+
+def forward_of(
+    engine: Engine | GraphedEngine | PeerEngine,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    action: Action = Action.EVERYTHING,
+    live: LiveBytes | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """(out, what the backward needs) of q, k and v, with sinks if there are some, which an Engine alone takes."""
+    if sinks is None:
+        return engine.forward(*inputs, action, live)
+    assert isinstance(engine, Engine), "no peer, and nothing is replayed"
+    return engine.forward(*inputs, action, live, sinks)
 
 
 def sinks_of(spec: Spec, problem: Problem, device: torch.device) -> Tensor | None:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from sp_bench.run.transport import Transport
 
 
+SINKS = "sinks"
+"""The key of a config that says whether an attention has sinks, and the attribute of a workload that does."""
+
+
 @dataclass(frozen=True)
 class RankContext:
     """The rank that a workload runs on."""
