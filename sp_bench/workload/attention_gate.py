@@ -30,14 +30,14 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
     given = [x.clone() for x in (asked, k, v, dout)]  # a function that changes its inputs doesn't change what is right
     engine, sinks = make_engine(spec, small, context), sinks_of(spec, small, context.device)
     sunk = None if sinks is None else SunkRows(sinks)
-    results: tuple[Tensor, ...] = ()
+    results: list[Tensor] = []
     for _ in range(2):
         context.alive()
         out, saved = forward_of(engine, (given[0], given[1], given[2]), sinks=sinks)
-        results = (out,)
+        results = [out]
         if "backward" in spec.executed:
             context.alive()
-            results += engine.backward(given[3], saved)
+            results += [*engine.backward(given[3], saved)]
     engine.close()
     if sunk and len(results) > len(NAMES):
         *_, of_sinks = results

@@ -231,8 +231,9 @@ def gated_with_wrong_sinks(spec: Spec, wrong: str) -> str:
     """The gate's answer on a point whose sinks are left out, or whose gradient isn't summed or is off."""
     forward, gradient = Engine.forward, engine_module.of_sinks
 
-    def without(self: Engine, *arguments: Any, sinks: Tensor) -> Any:
-        return forward(self, *arguments, sinks=torch.full_like(sinks, -torch.inf))
+    def without(self: Engine, *arguments: Any) -> Any:
+        *others, sinks = arguments
+        return forward(self, *others, torch.full_like(sinks, -torch.inf))
 
     def alone(*arguments: Any) -> Tensor:
         found = gradient(*arguments)
