@@ -7,7 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from sp_bench.analysis.runs import Point, Runs, point
-from sp_bench.analysis.studies.inference.prompts import prompts, published
+from sp_bench.analysis.studies.inference.whole_prompts import prompts, published
 from sp_bench.cli.words import tokens
 from sp_bench.point.backing import TELLING
 from sp_bench.records import Record
