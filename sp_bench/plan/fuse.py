@@ -71,7 +71,7 @@ def one_block(blocks: Sequence[Single], problem: Problem) -> list[Op]:
     variable lengths, whatever its chunks.
     """
     if len(blocks) > 1 and (has_caches(problem) or fusible(problem)):
-        return [Fused(tuple(blocks))]  # pyright: ignore[reportArgumentType]  # all of one phase
+        return [Fused(tuple(blocks))]  # pyright: ignore[reportArgumentType, reportReturnType]  # all of one phase
     return [*blocks]
 
 

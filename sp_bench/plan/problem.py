@@ -20,6 +20,18 @@ from sp_bench.plan.tensors import Field, Kind, Tensor
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
+def heads_of_a_key_head(heads: int, kv_heads: int) -> int:
+    """How many query heads share a key head. Raises RequestError where these are not as many for each."""
+    if heads % kv_heads:
+        divisors = [d for d in range(1, heads + 1) if heads % d == 0]
+        raise RequestError(
+            f"kv_heads={kv_heads}",
+            f"must divide heads={heads} (each key head serves the same number of query heads)",
+            f"one of {', '.join(map(str, divisors))} would work",
+        )
+    return heads // kv_heads
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One exact attention on `n` ranks. Raises RequestError where the numbers don't fit together."""
@@ -69,13 +81,7 @@ class Problem:
         object.__setattr__(self, "wire_dtype", self.wire_dtype or self.dtype)
         if self.wire_dtype not in DTYPE_BYTES:
             raise unknown("wire_dtype", self.wire_dtype, DTYPE_BYTES)
-        if self.heads % self.kv_heads:
-            divisors = [d for d in range(1, self.heads + 1) if self.heads % d == 0]
-            raise RequestError(
-                f"kv_heads={self.kv_heads}",
-                f"must divide heads={self.heads} (each key head serves the same number of query heads)",
-                f"one of {', '.join(map(str, divisors))} would work",
-            )
+        heads_of_a_key_head(self.heads, self.kv_heads)
         if self.value_dim > self.head_dim:
             rule = f"kernels pad values to the width of keys, head_dim={self.head_dim}"
             raise RequestError(f"v_head_dim={self.v_head_dim}", rule, f"v_head_dim={self.head_dim} or less would work")

@@ -22,6 +22,7 @@ from sp_bench.point.simulations import simulation_of
 from sp_bench.point.unread import is_note
 from sp_bench.records import Record
 from sp_bench.termination import raise_if_terminated
+from sp_bench.workload import workload_named
 
 __all__ = ["NotWritten", "Outcome", "Request", "resolve", "run_points", "work_of"]
 
@@ -35,7 +36,8 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         config = data_parallel.chosen(config)
     if config["seqlen"] != "max":
         return resolve_plain(config, launch)
-    if config["mode"] not in ("auto", "simulate"):
+    trains = workload_named(str(config["workload"])).simulated_as == "training"
+    if not trains or config["mode"] not in ("auto", "simulate"):
         raise no_longest()
     first = resolve_plain({**config, "seqlen": 2**20, "mode": "simulate"}, launch)
     return resolve_plain({**config, "seqlen": simulation_of(first).longest(first)}, launch)

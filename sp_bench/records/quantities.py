@@ -400,6 +400,8 @@ class DecodeStep:
     """The number of sequences, each with a cache of its own."""
     cache_bytes: Annotated[int | None, Result("cache of one layer on a GPU", "GB", 1e-9, better="less")] = None
     """Keys and values of one layer that a GPU holds, of all sequences; those of the GPU that holds most."""
+    latent_keys: Annotated[bool | None, Setting()] = None
+    """Whether values are the first elements of one head of latent keys, if they are."""
     cache_tensor_parallel: Annotated[int | None, Setting()] = None
     """How many GPUs share each part of the caches, with a part of the heads each, if several do."""
 

@@ -12,6 +12,8 @@ from sp_bench.resources import CONF, conf_content
 
 NO_MODEL = "none"
 """The name of no model in a config."""
+OF_ATTENTION_ALONE = ("attention", "decode")
+"""Workloads without a model, wherever their heads are from."""
 PACK_KEYS = ("data", "seed", "chunk")
 """The keys of a resolved config that say how long the documents of a pack are."""
 
@@ -20,9 +22,9 @@ def workload_id(record: Mapping[str, Any]) -> str:
     """The workload of a record's fields, in words: attention/forward_backward/causal/1048576x1/32:32:128/bfloat16.
 
     The parts are the operation, with its model (model_in_words) if it is a training step, the phase, the mask,
-    seqlen (:kv_seqlen) x batch, heads:kv_heads:head_dim (:v_head_dim), and the dtype. With a window or packed documents
-    the mask has them too; documents are a hash of where their lengths come from. Method, GPUs, cluster and software are
-    no part of it: records of one workload answer one question.
+    seqlen (:kv_seqlen) x batch, heads:kv_heads:head_dim (:v_head_dim, :latent), and the dtype. With a window or packed
+    documents the mask has them too; documents are a hash of where their lengths come from. Method, GPUs, cluster and
+    software are no part of it: records of one workload answer one question.
     """
     mask = str(record.get("mask") or ("causal" if record["causal"] else "full"))
     if record.get("documents") or record.get("window"):
@@ -35,6 +37,7 @@ def workload_id(record: Mapping[str, Any]) -> str:
     mask += "-sinks" if record.get("sinks") else ""
     named = ("heads", "kv_heads", "head_dim", *(["v_head_dim"] if record.get("v_head_dim") else []))
     heads = ":".join(str(record[key]) for key in named)
+    heads += ":latent" if record.get("latent_keys") else ""
     keys = f":{record['kv_seqlen']}" if record.get("kv_seqlen") else ""
     size = f"{record['seqlen']}{keys}x{record['batch']}"
     model = model_in_words(record)
@@ -59,7 +62,7 @@ def model_in_words(record: Mapping[str, Any]) -> str | None:
     name, own = record.get("model"), (record.get("config") or {}).get("model")
     if not isinstance(own, Mapping):
         return name
-    if record["workload"] != "attention":  # whose record has no model, wherever its heads are from
+    if record["workload"] not in OF_ATTENTION_ALONE:  # whose records have no model, wherever its heads are from
         name = name or own.get("name")  # a record that failed has it in its config alone
     if not name or name == NO_MODEL:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -96,14 +96,16 @@ class Blocks:
         Rows of several chunks lie end to end, in the order of their owners, so that a sequence's keys are read once.
         """
         problem, kernel, (kv,) = self._problem, self._kernel, {block.kv for block in blocks}
-        alike = [block for block in blocks if isinstance(block, Attend)]
-        assert len(alike) == len(blocks) and isinstance(problem.blocks, CacheBlocks), "a decode step has no backward"
-        ordered = sorted(alike, key=lambda block: int(block.q.owner(self._rank)))
+        attends = [block for block in blocks if isinstance(block, Attend)]
+        assert len(attends) == len(blocks) and isinstance(problem.blocks, CacheBlocks), "a decode step has no backward"
+        ordered = sorted(attends, key=lambda block: int(block.q.owner(self._rank)))
         regions = problem.blocks.regions_between(
             [int(block.q.owner(self._rank)) for block in ordered], int(kv.owner(self._rank))
         )
-        windows, sums = self._calls(regions), [self._sums.of(block.o) for block in ordered]
+        sums = [self._sums.of(block.o) for block in ordered]
         ends = [0, *accumulate(into.shapes[0][1] for into in sums)]
+        alike = _alike_in_a_row(regions)
+        windows = [] if alike else [_runs_of(window) for window in self._calls(regions)]
 
         def attend(run: Execution) -> None:
             run.lap(WAITS)
@@ -111,13 +113,16 @@ class Blocks:
             q, (k, v) = end_to_end([held.chunks[block.q][0] for block in ordered]), held.chunks[kv]
             v = k[..., : problem.value_dim] if problem.latent else v
             run.lap(REST)
-            out, lse = empty_output(q[..., : v.shape[3]])
+            if alike:
+                out, lse = _as_a_batch(kernel, alike, q, k, v)
+            else:
+                out, lse = empty_output(q[..., : v.shape[3]])
             for window in windows:
-                rows = [tokens_of(x, part) for x, part in ((q, window.q), (k, window.kv), (v, window.kv))]
+                some, k_some, v_some = tokens_of(q, window.q), tokens_of(k, window.kv), tokens_of(v, window.kv)
                 if isinstance(window.kind, Pieces):
-                    part = kernel.forward_pieces(*rows, window.kind)
+                    part = kernel.forward_pieces(some, k_some, v_some, window.kind)
                 else:
-                    part = kernel.forward(*rows, window.kind)
+                    part = kernel.forward(some, k_some, v_some, window.kind)
                 for into, x, dim in ((out, part[0], 1), (lse, part[1], 2)):
                     if isinstance(window.q, range):
                         into.narrow(dim, window.q.start, len(window.q)).copy_(x)
@@ -400,6 +405,40 @@ class Blocks:
         varlen = self._kernel.takes_varlen(self._problem.head_dim)
         found = calls(regions, self._device, varlen=varlen, shared=shared)
         return [Window(c.queries, c.keys, c) if isinstance(c, Pieces) else Window(c.q, c.kv, c.kind) for c in found]
+
+
+def _runs_of(window: Window) -> Window:
+    """The window with runs in place of indices where its pieces lie one behind the other, so that none are copied."""
+    if not isinstance(window.kind, Pieces):
+        return window
+    q, kv = _run([region.q for region in window.kind.regions]), _run([region.kv for region in window.kind.regions])
+    return Window(window.q if q is None else q, window.kv if kv is None else kv, window.kind)
+
+
+def _run(runs: Sequence[range]) -> range | None:
+    """Runs that lie one behind the other as one; None if they don't."""
+    behind = all(one.stop == other.start for one, other in pairwise(runs))
+    return range(runs[0].start, runs[-1].stop) if behind else None
+
+
+def _alike_in_a_row(regions: Regions) -> Regions:
+    """The regions, if they are of one size and lie one behind the other, from the first query and key on; else none."""
+    if len({(len(region.q), len(region.kv)) for region in regions}) != 1:
+        return ()
+    runs = [_run([region.q for region in regions]), _run([region.kv for region in regions])]
+    return regions if all(run is not None and not run.start for run in runs) else ()
+
+
+def _as_a_batch(kernel: BlockKernel, regions: Regions, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(out_BSHD, lse_BHS) of regions that are alike (_alike_in_a_row), each an entry of a batch of one kernel call."""
+    count, (_, rows, keys) = len(regions), regions[0]
+    assert count * len(rows) == q.shape[1], "the last row of all sees a key"
+
+    def entries(x: Tensor, run: range) -> Tensor:
+        return x[:, : count * len(run)].reshape(count, len(run), *x.shape[2:])
+
+    out, lse = kernel.forward(entries(q, rows), entries(k, keys), entries(v, keys), RegionKind.FULL)
+    return out.reshape(1, -1, *out.shape[2:]), lse.transpose(0, 1).reshape(1, lse.shape[1], -1)
 
 
 def of_sinks(sinks_H: Tensor, out: Tensor, dout: Tensor, lse_BHS: Tensor) -> Tensor:

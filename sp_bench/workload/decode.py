@@ -14,7 +14,7 @@ from sp_bench.plan.caches import Caches
 from sp_bench.plan.documents import Documents
 from sp_bench.plan.mask import CAUSAL, Mask
 from sp_bench.plan.method import Method
-from sp_bench.plan.problem import Problem
+from sp_bench.plan.problem import Problem, heads_of_a_key_head
 from sp_bench.plan.tensors import KV
 from sp_bench.reading import Count, Section, read
 from sp_bench.records.quantities import DecodeStep
@@ -78,7 +78,7 @@ class Decode(Attention):
 
         Raises RequestError for a mask that no decode step has, or sequences that don't go together.
         """
-        new, share = shape["seqlen"], shape["heads"] // shape["kv_heads"]
+        new, share = shape["seqlen"], heads_of_a_key_head(shape["heads"], shape["kv_heads"])
         cached = shape["kv_seqlen"] or new
         if isinstance(mask, Documents) and mask.causal and not mask.windowed:
             if shape["batch"] != 1:
@@ -135,5 +135,6 @@ class Decode(Attention):
         return DecodeStep(
             sequences=len(problem.mask.lengths),
             cache_bytes=problem.chunk_bytes(KV, wire=False),
+            latent_keys=problem.latent or None,
             cache_tensor_parallel=self.degree if self.degree > 1 else None,
         )

@@ -12,6 +12,7 @@ from sp_bench.plan.caches import Caches
 from sp_bench.point import run_points
 from sp_bench.point.simulated import simulate_point
 from sp_bench.records.checking import problems_of
+from sp_bench.records.workloads import workload_id
 from tests.support.points import point
 
 STEP = ("workload=decode", "gpus=8", "heads=32", "kv_heads=8", "batch=16", "kv_seqlen=128k", "mode=simulate")
@@ -44,6 +45,7 @@ def test_documents_are_sequences_of_their_own_lengths() -> None:
         ("method=ring", "method=ring: would send keys, .* method=.*helix.* would work"),
         ("mask=full", "mask=full: a new token sees all .* mask=causal, or mask=document"),
         ("mask=window window=[512,0]", "mask=window: a new token sees all"),
+        ("kv_heads=3", "kv_heads=3: must divide heads=32 .* 8, 16, 32 would work"),
         ("kv_seqlen=7", "a cache of 7 keys: each of gpus=8 ranks .*; 8 keys or more"),
         ("seqlen=4 kv_seqlen=2", "sequence 0 with 2 keys: .* 4 new tokens"),
         ("decode.tensor_parallel=3", "decode.tensor_parallel=3: must divide gpus=8"),
@@ -99,6 +101,7 @@ def test_latent_keys_are_held_once() -> None:
     request = point("model=deepseek_v3", "gpus=8", "batch=8", "kv_seqlen=128k", "method=helix", "mode=simulate")
     record, choice = simulate_point(request)
     assert record.cache_bytes == 2**17 * 576 * 2 and record.workload == "decode"
+    assert workload_id(vars(record)) == "decode/forward/causal/1:131072x8/128:1:576:512:latent/bfloat16"
     assert choice.problem.seqlen == 8 * 128 and record.v_head_dim == 512
     assert record.comm_bytes_per_gpu == 7 / 8 * 8 * 128 * (512 * 2 + 4)
 

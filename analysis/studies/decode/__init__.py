@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import product
 from typing import NamedTuple
 
@@ -88,14 +87,14 @@ def fastest(runs: Runs) -> list[Row]:
 def shared(runs: Runs) -> list[Row]:
     """A row for each attention, batch, cache and number of GPUs: Helix's step by how many GPUs share heads."""
     found = runs.by_key({setting: _point(setting, "helix") for setting in SPLIT})
-    rows: dict[tuple[object, ...], Row] = {}
+    rows: dict[Setting, Row] = {}
     for setting in SPLIT:
-        key = setting[:-1]
+        key = setting._replace(degree=1)
         about = {"attention": setting.shape.name, "GPUs": str(setting.gpus), "batch": str(setting.batch)}
         row = rows.setdefault(key, about | {"cache": tokens(setting.cache)})
         row[f"TP {setting.degree}, ms"] = f"{_ms(found[setting]):.3g}"
     for key, row in rows.items():
-        steps: Mapping[int, float] = {d: _ms(found[Setting(*key, d)]) for d in DEGREES}  # pyright: ignore[reportArgumentType]
+        steps = {degree: _ms(found[key._replace(degree=degree)]) for degree in DEGREES}
         first = min(steps, key=lambda degree: steps[degree])
         row["fastest"] = ", ".join(f"TP {d}" for d in DEGREES if steps[d] <= (1 + TELLING) * steps[first])
     return [*rows.values()]
