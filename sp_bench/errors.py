@@ -19,6 +19,11 @@ class RequestError(ValueError):
     def __reduce__(self) -> tuple:
         return type(self), self._parts
 
+    @property
+    def rule(self) -> str:
+        """The rule that the value breaks."""
+        return self._parts[1]
+
     def under(self, path: str) -> RequestError:
         """The same error for a key in the section at `path`."""
         value, rule, would_work = self._parts

@@ -35,6 +35,8 @@ SEQLEN, SEQLEN_HERE = 2**20, 2**9
 """The sequence length that is meant where none is given, and that on this machine, whose measurement takes seconds."""
 DTYPE, DTYPE_HERE = "bfloat16", "float32"
 """The same of the dtype: many CPUs emulate bfloat16, which takes ten times as long."""
+PHASE = "forward_backward"
+"""The phase that is meant where none is given, unless the workload has another."""
 METHOD = ("method", None)
 """The group of methods, in its own package."""
 
@@ -131,6 +133,8 @@ class Composer(ExitStack):
         if resolved["dtype"] is None:
             on_cpus = here and (resolved["device"] == "cpu" or not self._gpus)
             resolved["dtype"] = DTYPE_HERE if on_cpus else DTYPE
+        if resolved["phase"] is None:
+            resolved["phase"] = PHASE
         return {str(key): value for key, value in resolved.items()}
 
     def baseline(self, config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from sp_bench.cli.words import (
     shape,
     share,
     step,
+    tokens,
     variant,
 )
 from sp_bench.records import Record
@@ -44,6 +45,23 @@ def _padding(record: Record) -> str:
         return ""
     more, of_keys = record.padded_heads - record.heads, record.padded_kv_heads - record.kv_heads
     return f"{more} of {record.padded_heads}; of keys, copies included, {of_keys} of {record.padded_kv_heads}"
+
+
+def _first_token(record: Record) -> str:
+    """The time to the first token in seconds; without a model it is one layer's attention, and says so."""
+    if record.ttft_s is None:
+        return "-"
+    return f"{number(record.ttft_s, 4)} s" + ("" if record.model else " (one layer's attention)")
+
+
+def _chunks(record: Record) -> str:
+    """The chunks of a prompt, and the first and last one's time."""
+    if record.chunks is None or record.prefill_chunk is None:
+        return "-"
+    cached = f", {tokens(record.prefill_cached)} cached before" if record.prefill_cached else ""
+    each_ms = record.chunk_ms or []
+    ends = f": {number(each_ms[0], 4)} to {number(each_ms[-1], 4)} ms" if len(each_ms) > 1 else ""
+    return f"{record.chunks} of {tokens(record.prefill_chunk)}{cached}{ends}"
 
 
 def _errors(record: Record) -> str:
@@ -153,10 +171,14 @@ ROWS = (
     Row("validation", _validation, always=True),
     Row("error against fp64", largest_error, always=True),
     Row("  out, dq, dk, dv", _errors),
+    Row("  gradient of sinks", lambda r: _together(r.err_dsinks) or "-"),
     Row("  loss, gradient", lambda r: _together(r.err_loss, r.err_gradient) or "-"),
     Row("  of rows of what was timed", _timed_errors),
     Row("step [95% interval]", lambda r: step(r) if r.measured else "-", always=True),
     Row("step [two of three]", lambda r: "-" if r.measured else step(r), always=True),
+    Row("time to first token", _first_token, always=True),
+    Row("  chunks", _chunks, always=True),
+    Row("KV cache of a GPU", lambda r: amount(r.kv_cache_bytes), always=True),
     Row("  forward", lambda r: milliseconds(r.forward_ms_median, 5)),
     Row("  backward", lambda r: milliseconds(r.backward_ms_median, 5)),
     Row("  update", lambda r: milliseconds(r.update_ms_median, 5)),

@@ -35,6 +35,13 @@ class Choice:
     runs: dict[str, Run]
     candidates: list[dict[str, Any]] | None
     """All variants with their simulated times or bounds; None if there is only one."""
+    earlier: tuple[Choice, ...] = ()
+    """Those of the chunks of a prompt before this one, which is the last (Workload.chunks)."""
+
+    @property
+    def chunks(self) -> tuple[Choice, ...]:
+        """The variants of all attentions that a step computes one after another: usually this one alone."""
+        return (*self.earlier, replace(self, earlier=()))
 
     @property
     def variant(self) -> str:
@@ -120,6 +127,12 @@ def choose(request: Request) -> Choice:
         first, *others = [planned[i] for _, i in sorted(timed)]
         best = _first_simulated([best if is_even else first, *others], request.cluster)
     return replace(best, candidates=[rows[i] for i in sorted(rows)])
+
+
+def choose_chunks(request: Request) -> Choice:
+    """`choose` of each attention of the request's step; the last one's choice has the others. Raises as choose does."""
+    *earlier, last = [choose(replace(request, problem=each)) for each in request.workload.chunks(request.problem)]
+    return replace(last, earlier=tuple(earlier))
 
 
 def variants(request: Request, methods: Sequence[Method]) -> Sequence[Choice]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,7 +12,6 @@ from sp_bench import account
 from sp_bench.cluster.device import same_model
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.documents import Documents
-from sp_bench.plan.problem import Problem
 from sp_bench.point.choose import Choice, costs_for
 from sp_bench.point.planning import planning_ms
 from sp_bench.point.request import Request
@@ -38,22 +37,25 @@ def counted(request: Request, choice: Choice | None) -> Counted:
         return Counted(setup=replace(request.setup(), variant=request.method.variant(request.problem) or None))
     problem, method = choice.problem, choice.method
     tile_a, tile_b = method.tile_shape(problem.n) or (None, None)
+    chunks = choice.chunks
     setup = replace(
         request.setup(),
         layout=problem.layout.name,
         tile_a=tile_a,
         tile_b=tile_b,
-        variant=choice.variant or None,
+        variant=_variant(chunks) or None,
         padded_heads=problem.padded.heads if problem.padded else None,
         padded_kv_heads=problem.padded.kv_heads if problem.padded else None,
-        work_imbalance=account.work_imbalance(next(iter(choice.plans.values())), problem),
+        work_imbalance=account.work_imbalance([(next(iter(each.plans.values())), each.problem) for each in chunks]),
         work_imbalance_lower_bound=account.least_imbalance(problem),
-        candidates=choice.candidates,
+        candidates=None if choice.earlier else choice.candidates,
         planning_ms=_planning_ms(request, choice),
     )
     traffic = _traffic(request, choice)
     # Of a training step: of its attention.
-    peak_bytes = account.peak_bytes(choice.plans.values(), problem, request.cluster.transport)
+    peak_bytes = max(
+        account.peak_bytes(each.plans.values(), each.problem, request.cluster.transport) for each in chunks
+    )
     memory = Memory(
         peak_mem_bytes_max=peak_bytes, peak_mem_source="computed from the plans", peak_mem_bytes_expected=peak_bytes
     )
@@ -61,6 +63,13 @@ def counted(request: Request, choice: Choice | None) -> Counted:
     differ = formula is not None and found != formula
     wrong = f"the plan sends {found} bytes, the closed form says {formula}" if differ else ""
     return Counted(setup=setup, traffic=traffic, memory=memory, wrong=wrong)
+
+
+def _variant(chunks: Sequence[Choice]) -> str:
+    """The variants of all chunks, each once; with their layouts where these differ."""
+    layouts = {each.problem.layout.name for each in chunks}
+    of_layout = (f"{each.variant} {each.problem.layout.name}".strip() for each in chunks)
+    return "; ".join(dict.fromkeys(of_layout if len(layouts) > 1 else (each.variant for each in chunks)))
 
 
 def _planning_ms(request: Request, choice: Choice) -> float | None:
@@ -73,33 +82,43 @@ def _planning_ms(request: Request, choice: Choice) -> float | None:
 
 
 def _traffic(request: Request, choice: Choice) -> Traffic:
-    problem, times = choice.problem, executions(request.workload)
-    volumes = {phase: account.volume(plan, problem) for phase, plan in choice.plans.items()}
-    others = sum(sum(request.workload.sent_otherwise(phase, problem).values()) for phase in request.phases)
+    times = executions(request.workload)
+    executed = [(phase, plan, each.problem) for each in choice.chunks for phase, plan in each.plans.items()]
+    volumes = [(phase, account.volume(plan, problem)) for phase, plan, problem in executed]
+    others = sum(sum(request.workload.sent_otherwise(phase, choice.problem).values()) for phase in request.phases)
     cluster = request.cluster
-    node_of = cluster.network(problem.n).node_of
+    node_of = cluster.network(choice.problem.n).node_of
     across = [
-        times[phase] * account.sent_across_nodes(plan, problem, node_of, cluster)
-        for phase, plan in choice.plans.items()
+        times[phase] * account.sent_across_nodes(plan, problem, node_of, cluster) for phase, plan, problem in executed
     ]
     return Traffic(
-        comm_bytes_per_gpu=plain(others + sum(times[phase] * v.total_bytes for phase, v in volumes.items())),
-        comm_bytes_busiest_gpu=others + sum(times[phase] * volume.max_bytes for phase, volume in volumes.items()),
+        comm_bytes_per_gpu=plain(others + sum(times[phase] * volume.total_bytes for phase, volume in volumes)),
+        comm_bytes_busiest_gpu=others + sum(times[phase] * volume.max_bytes for phase, volume in volumes),
         comm_bytes_expected=_closed_form(choice, times, others),
         comm_bytes_lower_bound=sum(
             times[phase] * account.lower_bound_bytes(problem, phase, kept=bool(plan.kept))
-            for phase, plan in choice.plans.items()
+            for phase, plan, problem in executed
         ),
-        comm_bytes_least=_least(problem, times),
-        comm_bytes_statistics=plain(sum(times[phase] * volume.statistic_bytes for phase, volume in volumes.items())),
-        comm_bytes_by_lane=by_lane(in_phases(request, {p: v.sent_bytes for p, v in volumes.items()})),
+        comm_bytes_least=_least(choice, times),
+        comm_bytes_statistics=plain(sum(times[phase] * volume.statistic_bytes for phase, volume in volumes)),
+        comm_bytes_by_lane=by_lane(in_phases(request, summed((phase, v.sent_bytes) for phase, v in volumes))),
         comm_bytes_across_nodes_max=int(np.sum(across, axis=0).max()),
     )
 
 
-def _least(problem: Problem, times: Mapping[str, int]) -> float | None:
+def summed(sent: Iterable[tuple[str, Mapping[tuple[str, ...], float]]]) -> dict[str, Counter]:
+    """Bytes by plan phase and key, summed over all plans of each phase."""
+    found: dict[str, Counter] = {}
+    for phase, sizes in sent:
+        found.setdefault(phase, Counter()).update(sizes)
+    return found
+
+
+def _least(choice: Choice, times: Mapping[str, int]) -> float | None:
     """account.least_bytes of a step's phases."""
-    found = [(count, account.least_bytes(problem, phase)) for phase, count in times.items()]
+    found = [
+        (count, account.least_bytes(each.problem, phase)) for each in choice.chunks for phase, count in times.items()
+    ]
     known = [count * least for count, least in found if least is not None]
     return sum(known) if len(known) == len(found) else None
 
@@ -124,7 +143,12 @@ def _closed_form(choice: Choice, times: Mapping[str, int], others: int) -> float
     """The bytes that a GPU sends by the method's formula; None for a pack, of which most methods send a part."""
     if not (choice.problem.mask.sends_unseen or choice.method.counts_rows):
         return None
-    return plain(others + sum(count * choice.method.bytes_sent(choice.problem, p) for p, count in times.items()))
+    each = [
+        count * chunk.method.bytes_sent(chunk.problem, phase)
+        for chunk in choice.chunks
+        for phase, count in times.items()
+    ]
+    return plain(others + sum(each))
 
 
 def by_lane(sent: Mapping[str, Mapping[tuple[str, ...], float]]) -> dict[str, float]:

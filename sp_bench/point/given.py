@@ -17,6 +17,7 @@ from sp_bench.point.masks import described, identified, mask_of
 from sp_bench.reading import Count, Natural, Seconds, Section, Tokens, read
 from sp_bench.records.quantities import Asked
 from sp_bench.workload import WORKLOADS, Workload, workload_named
+from sp_bench.workload.base import SINKS
 
 NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", "trace")
 """Keys that don't affect a point's numbers, and so are left out of its run_id."""
@@ -69,6 +70,7 @@ class Given:
     def of(cls, config: Mapping[str, Any]) -> Self:
         """Read a config with the keys of conf/config.yaml. Raises RequestError for the first invalid value."""
         workload, values = workload_named(str(config["workload"])), Values.of(config)
+        values = structs.replace(values, kv_seqlen=workload.kv_seqlen(config, values.seqlen, values.kv_seqlen))
         return cls(
             config=config,
             workload=workload,
@@ -104,6 +106,7 @@ class Given:
             gpus=self.values.gpus,
             **{key: getattr(self.values, key) for key in SHAPE},
             **described(self.mask),
+            sinks=self.config.get(SINKS) is True or None,
             dtype=str(self.config["dtype"]),
             wire_dtype=self.wire_dtype,
             phase=phase_named(self.workload, str(self.config["phase"])),

@@ -11,7 +11,7 @@ from sp_bench.measure.gpu_watch import gpu_state
 from sp_bench.measure.result import RankResult
 from sp_bench.measure.samples import Samples
 from sp_bench.point.choose import Choice
-from sp_bench.point.counted import by_lane, counted, in_phases, rates
+from sp_bench.point.counted import by_lane, counted, in_phases, rates, summed
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
 from sp_bench.point.timed import (
@@ -21,6 +21,7 @@ from sp_bench.point.timed import (
     exposed,
     interface_bytes,
     memory,
+    prompt,
     sent_per_gpu,
     timeline_of,
     timing,
@@ -84,7 +85,7 @@ def outcome_of(
         traffic = replace(traffic, interface_bytes_per_gpu=interface_bytes(ranks, hosts))
         found = [times, cores(inside, samples, machines), traffic, held]
         found.append(rates(request, times.step_ms_median, setup.device_name))
-        found.append(training_step(request, samples, ranks))
+        found += [training_step(request, samples, ranks), prompt(request, samples, times.step_ms_median)]
     state, remarks = gpu_state([rank.gpu for rank in ranks])
     found, notes = [*found, state], [*notes, *remarks]
     status = "incorrect" if wrong else "ok"
@@ -134,11 +135,13 @@ def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tupl
 
 def _sent_otherwise(request: Request, choice: Choice, ranks: Sequence[RankResult]) -> str:
     """An error for the last rank that sent other bytes than its plan says; empty if there is none."""
-    volumes = {phase: account.volume(plan, choice.problem) for phase, plan in choice.plans.items()}
+    volumes = [
+        (phase, account.volume(plan, each.problem)) for each in choice.chunks for phase, plan in each.plans.items()
+    ]
     wrong, numbers = "", request.alone or range(len(ranks))
     for rank, result in zip(numbers, ranks, strict=True):
         sent = by_lane(result.sent_bytes)
-        planned = by_lane(in_phases(request, {phase: v.of(rank) for phase, v in volumes.items()}))
+        planned = by_lane(in_phases(request, summed((phase, volume.of(rank)) for phase, volume in volumes)))
         if sent != planned:
             wrong = f"rank {rank} sent {sent}, and the plan says {planned}"
     return wrong

@@ -31,6 +31,7 @@ from sp_bench.records import MODES, Record
 from sp_bench.records.quantities import Asked, Setup
 from sp_bench.records.record import Part, fields_of
 from sp_bench.workload import Workload, workload_named
+from sp_bench.workload.base import SINKS
 
 LEAST_STEP = 128
 """seqlen=max is found to so many tokens of a rank, and refused if not even these fit."""
@@ -164,15 +165,18 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     here = not (launch and launch.future)
     method = _method(given, here=here)
     peer = method if isinstance(method, Peer) else None
-    problem = _problem(given, method, kind.tensor_parallel(config), kind.data_parallel(config))
+    problem = _problem(given, method)
     section = read(KernelSection, config["kernel"], "kernel")
     kernel, margin = section.name, None if section.sm_margin == "auto" else section.sm_margin
     workload = kind.build(config, phases)
     cluster = replace(Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], values.seed))
     implementation = Implementation.build(config.get("implementation") or {"name": OURS.name})
     cluster.refuse(values.gpus)
+    _refuse_sinks(config, kind)
     mode = resolve_mode(config, values.gpus, cluster, launch, of_a_peer=peer is not None)
     workload.refuse(problem, mode.name, peer)
+    for chunk in workload.chunks(problem):
+        method.refuse(chunk)
     transport, notes = transport_of(config, mode, cluster, of_a_peer=peer is not None)
     notes += cluster.warnings
     cluster = replace(cluster, transport_options=transport)
@@ -215,6 +219,18 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     )
 
 
+def _refuse_sinks(config: Mapping[str, Any], kind: type[Workload]) -> None:
+    """Raise RequestError for sinks of a workload that has none, or of steps that are replayed."""
+    if not config.get(SINKS):
+        return
+    if SINKS not in kind.keys:
+        rule = f"are of attention points: workload={kind.name} has none"
+        raise RequestError("sinks=true", rule, "sinks=false, or workload=attention, would work")
+    if config["cuda_graph"] is True:
+        rule = "are summed by the host's call, which a graph doesn't have"
+        raise RequestError("sinks=true cuda_graph=true", rule, "cuda_graph=false would work")
+
+
 def _method(given: Given, *, here: bool) -> Method | Peer:
     """The method or peer with its options. `here`: a peer's package must be installed."""
     options = {key: value for key, value in given.config["method"].items() if key != "name"}
@@ -235,12 +251,16 @@ def _with_collectives(method: Method | Peer, transport: TransportKind) -> Method
     return method
 
 
-def _problem(given: Given, method: Method | Peer, tensor_parallel: int, data_parallel: int = 1) -> Problem:
+def _problem(given: Given, method: Method | Peer) -> Problem:
     """The problem in the method's layout, with the heads of one of the GPUs that share a rank's tokens.
 
     Raises RequestError if the method refuses it, or the GPUs can't share the heads.
     """
     values, mask = given.values, given.mask
+    tensor_parallel, data_parallel = (
+        given.workload.tensor_parallel(given.config),
+        given.workload.data_parallel(given.config),
+    )
     shape = {key: getattr(values, key) for key in SHAPE}
     for key in ("gpus", "heads", "kv_heads"):
         if getattr(values, key) % tensor_parallel:

@@ -22,6 +22,7 @@ from sp_bench.records import Record
 from sp_bench.records.quantities import Breakdown, Setup, Timing
 from sp_bench.records.timeline import SimulatedTimeline
 from sp_bench.simulate import WAITING, simulate
+from sp_bench.simulate.beside import alone_s, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
 
 
@@ -67,7 +68,7 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
     choice = choose(request)
     check_all(choice.plans, choice.problem)
     plans = counted(request, choice)
-    times_ms = {phase: run.makespan_s * 1e3 for phase, run in choice.runs.items()}
+    times_ms = {p: 1e3 * (run.makespan_s + _summed_s(request, p)) for p, run in choice.runs.items()}
     step_ms = sum(times_ms.values())
     validation = validated(request, choice)
     times = Timing(
@@ -100,6 +101,12 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
     return request.record(status, plans.wrong or None, *parts, notes=notes), choice
 
 
+def _summed_s(request: Request, phase: str) -> float:
+    """Seconds of what ranks sum after a phase, the gradient of sinks, by a ring that nothing hides."""
+    n, sent = request.problem.n, sum(request.workload.sent_otherwise(phase, request.problem).values())
+    return alone_s([request.cluster.network(n, idle=True)], n, sent, 2 * (n - 1))
+
+
 def _setup(request: Request, choice: Choice, setup: Setup, validation: Validation) -> Setup:
     """The setup, with the figures behind the times and the measurements that back them."""
     device = request.cluster.device
@@ -122,7 +129,10 @@ def _bounds(request: Request, choice: Choice) -> tuple[dict[str, float], float, 
             bounds_s = {"memory" if key == "compute" else key: seconds for key, seconds in bounds_s.items()}
         name = max(bounds_s, key=lambda key: bounds_s[key])
         by_name[name] = by_name.get(name, 0.0) + bounds_s[name]
+        sent = sum(request.workload.sent_otherwise(phase, request.problem).values())
         crossed += crossing
+        if sent:
+            crossed += link_bytes(network, ring_traffic(network, choice.problem.n, sent))
     by_link = {name: sent / choice.problem.n for name, sent in by_link_class(network, crossed).items()}
     return by_link, 1e3 * sum(by_name.values()), max(by_name, key=lambda key: by_name[key])
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from sp_bench.cluster import Cluster
-from sp_bench.point import simulated, training
+from sp_bench.point import prefill, simulated, training
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
 
@@ -31,7 +31,7 @@ class Simulation(Protocol):
         ...
 
 
-SIMULATIONS: Mapping[str, Simulation] = {"attention": simulated, "training": training}
+SIMULATIONS: Mapping[str, Simulation] = {"attention": simulated, "training": training, "prefill": prefill}
 
 
 def simulation_of(request: Request) -> Simulation:

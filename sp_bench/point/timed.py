@@ -22,8 +22,9 @@ from sp_bench.measure.stats import rank_medians_ms, slowest_ms, summarise
 from sp_bench.plan.method import PHASES
 from sp_bench.point.counted import by_lane, plain
 from sp_bench.point.request import Request
-from sp_bench.records.quantities import HOST_BOUND, Breakdown, Memory, Timing, Traffic, TrainingStep
+from sp_bench.records.quantities import HOST_BOUND, Breakdown, Memory, Prompt, Timing, Traffic, TrainingStep
 from sp_bench.records.timeline import MeasuredTimeline
+from sp_bench.workload.prefill_costs import chunk_part
 
 
 def timing(request: Request, samples: Samples) -> Timing:
@@ -166,6 +167,15 @@ def training_step(request: Request, samples: Samples, ranks: Sequence[RankResult
         dense_ms=1e3 * float(np.median(dense_s, axis=1).max()),
         losses=list(ranks[0].losses),
     )
+
+
+def prompt(request: Request, samples: Samples, step_ms: float) -> Prompt:
+    """How a prompt was computed; nothing for other workloads."""
+    described = request.workload.prompt(request.problem)
+    if described.chunks is None:
+        return described
+    chunk_ms = [float(rank_medians_ms(samples, chunk_part(index)).max()) for index in range(described.chunks)]
+    return replace(described, ttft_s=step_ms / 1e3, chunk_ms=chunk_ms)
 
 
 def sent_per_gpu(ranks: Sequence[RankResult]) -> float:

@@ -53,6 +53,8 @@ class Asked:
     """Tokens of the longest document."""
     window: Annotated[list[int | None] | None, Setting()] = None
     """How many keys before and behind its own position a query sees; None for no limit."""
+    sinks: Annotated[bool | None, Setting("sinks")] = None
+    """Whether every softmax has a learned score by head besides those of keys; None for no."""
     dtype: Annotated[str, Setting("dtype")]
     """The dtype of inputs and results."""
     wire_dtype: Annotated[str, Setting("wire dtype")]
@@ -122,7 +124,8 @@ class Setup:
     work_imbalance_lower_bound: float | None = None
     """The least possible work_imbalance: above 1 only where documents are dealt whole."""
     candidates: list[dict[str, Any]] | None = None
-    """If an option was auto: every variant with its simulated time, or a lower bound on it."""
+    """If an option was auto: every variant with its simulated time, or a lower bound on it. Of a prompt in several
+    chunks none: each has its own."""
     planning_ms: Annotated[float | None, Result("planning of a new pack", "ms", better="less", noisy=True)] = None
     """With mask=document: how long a core of the machine that wrote the record takes to plan a pack that is new to it,
     for the first rank: to assign tokens, and to find plans, rows and regions (point.planning). No part of the step."""
@@ -346,6 +349,8 @@ class Exactness:
     """The error of dk."""
     err_dv: Annotated[float | None, Result("error of dv")] = None
     """The error of dv."""
+    err_dsinks: float | None = None
+    """The error of the gradient of sinks."""
     err_loss: float | None = None
     """The error of the loss, in a training step."""
     err_gradient: float | None = None
@@ -368,6 +373,29 @@ class Exactness:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """With workload=prefill: how a prompt is computed, and the time to its first token."""
+
+    how: ClassVar[str] = "asked, and measured or simulated"
+
+    prefill_chunk: Annotated[int | None, Setting("chunk of the prompt", words="tokens")] = None
+    """Tokens of each chunk of the prompt, or of all of it; the last chunk has the rest."""
+    prefill_cached: Annotated[int | None, Setting("cached before it", words="tokens")] = None
+    """Tokens that are cached before the first chunk."""
+    chunks: Annotated[int | None, Setting("chunks")] = None
+    """The number of chunks."""
+    ttft_s: Annotated[
+        float | None, Result("time to first token", "s", better="less", noisy=True, interval="direct")
+    ] = None
+    """Seconds from the beginning of the prompt to its first token: with a model all layers and the last token's head;
+    without one the attention of one layer over all chunks, which is only its share. The median if measured."""
+    chunk_ms: list[float] | None = None
+    """The time of each chunk, in order. Measured: of the rank with most, the median over iterations."""
+    kv_cache_bytes: Annotated[int | None, Result("KV cache per GPU", "GB", 1e-9, better="less")] = None
+    """Bytes of keys and values, of all layers, that the GPU with most of them holds at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecodeStep:
     """A decode step: its sequences and their caches. None for other workloads."""
 
@@ -385,7 +413,7 @@ class DecodeStep:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """A training step: its model, the times of its parts, and its memory by kind. None for workload=attention.
+    """A step with a model: the times of its parts, and its memory by kind. None without a model.
 
     Measured times of parts are medians over iterations of the rank with most.
     """

@@ -13,6 +13,7 @@ from sp_bench.records.quantities import (
     Exactness,
     GpuState,
     Memory,
+    Prompt,
     Rates,
     Setup,
     Timing,
@@ -29,11 +30,26 @@ MODES = ("measure", "alone", "simulate")
 REPORTED = "report"
 """The mode of a record that holds what others published about their own code on their own machines."""
 
-Part = Asked | Setup | Timing | Rates | Traffic | Breakdown | Memory | GpuState | Exactness | TrainingStep | DecodeStep
+Part = (
+    Asked
+    | Setup
+    | Timing
+    | Rates
+    | Traffic
+    | Breakdown
+    | Memory
+    | GpuState
+    | Exactness
+    | Prompt
+    | TrainingStep
+    | DecodeStep
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record(DecodeStep, TrainingStep, Exactness, GpuState, Memory, Breakdown, Traffic, Rates, Timing, Setup, Asked):
+class Record(
+    DecodeStep, TrainingStep, Prompt, Exactness, GpuState, Memory, Breakdown, Traffic, Rates, Timing, Setup, Asked
+):
     """One benchmark point: the fields of all parts, and the point's identity. None means not known.
 
     The fields have the order of the file: a dataclass takes those of its last base first. Raises ValueError for an

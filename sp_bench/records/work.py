@@ -35,7 +35,7 @@ def step_flops(record: Record) -> float | None:
 
     A causal mask counts half, a backward 2.5 times its forward, and what is recomputed nothing.
     """
-    if record.phase not in PRODUCTS or record.workload not in ("attention", "train", "dit"):
+    if record.phase not in PRODUCTS or record.workload not in ("attention", "train", "dit", "prefill"):
         return None
     try:
         pairs = _pairs(record)
@@ -49,9 +49,14 @@ def step_flops(record: Record) -> float | None:
     if record.workload == "attention":
         return attention
     model = (record.config or {}).get("model") or {}
+    if record.workload == "prefill" and model.get("name") == "none":
+        return attention
     if not {"kind", "layers", "width", "ffn"} <= {*model}:
         return None
-    matrices = 2.0 * record.batch * record.seqlen * _weights(record, model) * MATRICES[record.phase]
+    tokens = record.seqlen * _weights(record, model)
+    if record.workload == "prefill":  # the last token alone has its logits computed
+        tokens -= (record.seqlen - 1) * model["vocab"] * model["width"]
+    matrices = 2.0 * record.batch * tokens * MATRICES[record.phase]
     return matrices + model["layers"] * attention
 
 

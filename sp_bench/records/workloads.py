@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from sp_bench.reading import Tokens, read
 from sp_bench.records.identity import digest
 from sp_bench.resources import CONF, conf_content
 
+NO_MODEL = "none"
+"""The name of no model in a config."""
 OF_ATTENTION_ALONE = ("attention", "decode")
+"""Workloads without a model, wherever their heads are from."""
 PACK_KEYS = ("data", "seed", "chunk")
 """The keys of a resolved config that say how long the documents of a pack are."""
 
@@ -30,6 +34,7 @@ def workload_id(record: Mapping[str, Any]) -> str:
         config = record.get("config") or {}
         if mask.startswith("document"):
             mask += f"-{digest({key: config.get(key) for key in PACK_KEYS})[:8]}"
+    mask += "-sinks" if record.get("sinks") else ""
     named = ("heads", "kv_heads", "head_dim", *(["v_head_dim"] if record.get("v_head_dim") else []))
     heads = ":".join(str(record[key]) for key in named)
     heads += ":latent" if record.get("latent_keys") else ""
@@ -37,7 +42,15 @@ def workload_id(record: Mapping[str, Any]) -> str:
     size = f"{record['seqlen']}{keys}x{record['batch']}"
     model = model_in_words(record)
     operation = f"{record['workload']}:{model}" if model else record["workload"]
+    if record["workload"] == "prefill":
+        operation += f"[chunk={_chunk(record)}]"
     return "/".join((operation, record["phase"], mask, size, heads, record["dtype"]))
+
+
+def _chunk(record: Mapping[str, Any]) -> int:
+    """Tokens of a prompt's chunk; a record that failed has it in its config alone."""
+    asked = ((record.get("config") or {}).get("prefill") or {}).get("chunk")
+    return record.get("prefill_chunk") or (read(Tokens, asked, "prefill.chunk") if asked else record["seqlen"])
 
 
 def model_in_words(record: Mapping[str, Any]) -> str | None:
@@ -51,7 +64,7 @@ def model_in_words(record: Mapping[str, Any]) -> str | None:
         return name
     if record["workload"] not in OF_ATTENTION_ALONE:  # whose records have no model, wherever its heads are from
         name = name or own.get("name")  # a record that failed has it in its config alone
-    if not name:
+    if not name or name == NO_MODEL:
         return None
     figures = {key: value for key, value in own.items() if key != "name"}
     known = _shipped(name)

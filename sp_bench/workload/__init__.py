@@ -5,6 +5,7 @@ from sp_bench.workload.attention import Attention
 from sp_bench.workload.base import RankContext, Spec, Step, Workload
 from sp_bench.workload.decode import Decode
 from sp_bench.workload.gate import TOLERANCE, GateErrors
+from sp_bench.workload.prefill import Prefill
 from sp_bench.workload.train import Dit, Train
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Decode",
     "Dit",
     "GateErrors",
+    "Prefill",
     "RankContext",
     "Spec",
     "Step",
@@ -22,7 +24,9 @@ __all__ = [
     "workload_named",
 ]
 
-WORKLOADS: dict[str, type[Workload]] = {workload.name: workload for workload in (Attention, Train, Dit, Decode)}
+WORKLOADS: dict[str, type[Workload]] = {
+    workload.name: workload for workload in (Attention, Train, Dit, Prefill, Decode)
+}
 """Every workload, by the value of the key `workload`. A new one is imported above and listed here."""
 
 

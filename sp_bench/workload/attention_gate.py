@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from sp_bench.workload.attention_step import given_queries, make_engine, random_inputs
+import torch.distributed as dist
+from torch import Tensor
+
+from sp_bench.workload.attention_step import forward_of, given_queries, make_engine, random_inputs, sinks_of
 from sp_bench.workload.base import RankContext, Spec
-from sp_bench.workload.exact_rows import errors_of_rows, rows_for
+from sp_bench.workload.exact_rows import SunkRows, errors_of_rows, rows_for
 from sp_bench.workload.exactness import NAMES
 from sp_bench.workload.gate import GateErrors
 
@@ -25,19 +28,25 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
     q, k, v, dout = random_inputs(small, context.rank, spec.seed, context.device)
     asked = given_queries(small, context.rank, spec.seed, q)
     given = [x.clone() for x in (asked, k, v, dout)]  # a function that changes its inputs doesn't change what is right
-    engine = make_engine(spec, small, context)
-    results = ()
+    engine, sinks = make_engine(spec, small, context), sinks_of(spec, small, context.device)
+    sunk = None if sinks is None else SunkRows(sinks)
+    results: list[Tensor] = []
     for _ in range(2):
         context.alive()
-        out, saved = engine.forward(given[0], given[1], given[2])
-        results = (out,)
+        out, saved = forward_of(engine, (given[0], given[1], given[2]), sinks=sinks)
+        results = [out]
         if "backward" in spec.executed:
             context.alive()
-            results += engine.backward(given[3], saved)
+            results += [*engine.backward(given[3], saved)]
     engine.close()
+    if sunk and len(results) > len(NAMES):
+        *_, of_sinks = results
+        sunk.found = of_sinks.clone()
+        if small.n > 1:
+            dist.all_reduce(sunk.found)
     sample = rows_for(small, context.rank, spec.seed, context.device.type)
     found = sample.of(dict(zip(NAMES, results, strict=False)))
-    errors = errors_of_rows(small, context, (q, k, v, dout), found, sample)
+    errors = errors_of_rows(small, context, (q, k, v, dout), found, sample, sunk)
     if errors.uncompared:  # nothing is timed that wasn't checked
         raise MemoryError(errors.uncompared)
     return errors

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import KV
+from sp_bench.run.buffers import Arena
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.graphs import GraphedEngine
@@ -23,8 +25,8 @@ from sp_bench.run.groups import gathered, world
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sms import SmShares, share
 from sp_bench.run.transport import AloneTransport
-from sp_bench.workload.base import RankContext, Spec
-from sp_bench.workload.exact_rows import Sample, errors_of_rows, sampled
+from sp_bench.workload.base import SINKS, PlannedChunk, RankContext, Spec
+from sp_bench.workload.exact_rows import Sample, SunkRows, errors_of_rows, sampled
 from sp_bench.workload.gate import GateErrors
 
 
@@ -41,6 +43,8 @@ class AttentionStep:
         self._kept: dict[str, Tensor] = {}
         self._results: dict[str, tuple[Tensor, ...]] = {}
         self._phases = spec.workload.phases
+        self._sinks = sinks_of(spec, problem, context.device)
+        self._sent: Counter[tuple[str, ...]] = Counter()
         self._forward_each_time = bool(spec.peer) and "forward" not in spec.workload.phases
         if spec.peer:
             self._engine = make_engine(spec, spec.problem, context)
@@ -48,7 +52,7 @@ class AttentionStep:
         if "forward" not in spec.workload.phases:
             # It has its own engine, so that its buffers are gone before the backward's memory is measured.
             forward = make_engine(spec, problem, context)
-            self._saved = forward.forward(self._given_q, self._k, self._v)[1]
+            self._saved = forward_of(forward, (self._given_q, self._k, self._v), sinks=self._sinks)[1]
             forward.close()
         plans = {phase: spec.plans[phase] for phase in spec.workload.phases}
         self._engine = make_engine(spec, problem, context, plans)
@@ -80,8 +84,8 @@ class AttentionStep:
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, ...]]:
-        """Bytes sent so far, including untimed executions."""
-        return self._engine.transport.sent_bytes
+        """Bytes sent so far, including untimed executions, and to sum the gradient of sinks."""
+        return self._engine.transport.sent_bytes + self._sent
 
     def untimed(self) -> None:
         """Run a peer's forward before a timed backward: autograd frees its graph with each backward."""
@@ -101,12 +105,16 @@ class AttentionStep:
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase. Only Action.EVERYTHING keeps results, and the tensors that the backward needs."""
         if phase == "forward":
-            out, saved = self._engine.forward(self._given_q, self._k, self._v, action, live)
+            inputs = self._given_q, self._k, self._v
+            out, saved = forward_of(self._engine, inputs, action, live, self._sinks)
             results = (out,)
             if action is Action.EVERYTHING:
                 self._saved = saved
         else:
             results = self._engine.backward(self._dout, self._saved, action, live)
+            if self._sinks is not None and action is not Action.COMPUTE and self._spec.problem.n > 1:
+                dist.all_reduce(results[3])
+                self._sent.update(self._spec.workload.sent_otherwise(phase, self._spec.problem))
         if action is Action.EVERYTHING:
             self._results[phase] = results
 
@@ -155,7 +163,8 @@ class AttentionStep:
         self._results.clear()  # their memory is needed
         self._saved = {}
         inputs = self._q, self._k, self._v, self._dout
-        return errors_of_rows(self._spec.problem, self._context, inputs, self._kept, self._sample)
+        sunk = None if self._sinks is None else SunkRows(self._sinks)
+        return errors_of_rows(self._spec.problem, self._context, inputs, self._kept, self._sample, sunk)
 
     def close(self) -> None:
         """Release the engine's threads and streams."""
@@ -186,19 +195,43 @@ def make_engine(
     """
     if spec.peer:
         return PeerEngine(spec.peer, problem, spec.executed, context.device)
-    plans = plans or spec.plans
-    kernel = choose(spec.kernel, context.device.type, problem.dtype, problem.head_dim)
-    shares = share(kernel, plans, context.device, spec.sm_margin)
+    (engine,) = make_engines(spec, [PlannedChunk(problem, plans or spec.plans)], context, timed=timed)
+    if not context.cuda_graph or not engine.queues or sinks_of(spec, problem, context.device) is not None:
+        return engine
+    return GraphedEngine(engine, engine.queues, _all_can if context.cuda_graph == "auto" else None)
+
+
+def make_engines(
+    spec: Spec, chunks: Sequence[PlannedChunk], context: RankContext, *, timed: bool = False
+) -> list[Engine]:
+    """An engine for each of the attentions, which run one after another. All ranks must call it.
+
+    They have one transport. Several use the same memory for their buffers in turn, if the transport doesn't make it.
+    """
+    problem, device = chunks[0].problem, context.device
+    plans = {f"{phase} {i}": plan for i, chunk in enumerate(chunks) for phase, plan in chunk.plans.items()}
+    kernel = choose(spec.kernel, device.type, problem.dtype, problem.head_dim)
+    shares = share(kernel, plans, device, spec.sm_margin)
     rank, transport = context.rank, None
     if spec.alone is not None:
         rank, transport = spec.alone, AloneTransport()
     elif problem.n > 1:
         transport = context.transport(plans, shares.lane_ctas if shares else None)
-    marked = timed or marks_parts(spec)
-    engine = Engine(plans, problem, kernel, context.device, rank=rank, transport=transport, shares=shares, timed=marked)
-    if not context.cuda_graph or not engine.queues:
-        return engine
-    return GraphedEngine(engine, engine.queues, _all_can if context.cuda_graph == "auto" else None)
+    marked, arena = timed or marks_parts(spec), Arena(device) if len(chunks) > 1 else None
+    return [
+        Engine(
+            chunk.plans,
+            chunk.problem,
+            kernel,
+            device,
+            rank=rank,
+            transport=transport,
+            shares=shares,
+            arena=arena,
+            timed=marked,
+        )
+        for chunk in chunks
+    ]
 
 
 def _all_can(here: bool) -> bool:
@@ -211,9 +244,31 @@ def random_inputs(problem: Problem, rank: int, seed: int, device: torch.device) 
     generator = _generator(seed, rank, device)
     tokens = [int(side.tokens(rank)) for side in (problem.queries, problem.keys)]
     widths = problem.head_dim, problem.value_dim
-    q, dout = (_random(problem, tokens[0], problem.heads, width, generator) for width in widths)
-    k, v = (_random(problem, tokens[1], problem.kv_heads, problem.width(field), generator) for field in KV.fields)
+    q, dout = (random_tensor(problem, tokens[0], problem.heads, width, generator) for width in widths)
+    k, v = (random_tensor(problem, tokens[1], problem.kv_heads, problem.width(field), generator) for field in KV.fields)
     return q, k, v, dout
+
+
+def forward_of(
+    engine: Engine | GraphedEngine | PeerEngine,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    action: Action = Action.EVERYTHING,
+    live: LiveBytes | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """(out, what the backward needs) of q, k and v, with sinks if there are some, which an Engine alone takes."""
+    if sinks is None:
+        return engine.forward(*inputs, action, live)
+    assert isinstance(engine, Engine), "no peer, and nothing is replayed"
+    return engine.forward(*inputs, action, live, sinks)
+
+
+def sinks_of(spec: Spec, problem: Problem, device: torch.device) -> Tensor | None:
+    """The point's sinks, (H,) in the dtype of statistics, the same on all ranks; None if it has none."""
+    if not getattr(spec.workload, SINKS, False):
+        return None
+    dtype, generator = getattr(torch, problem.accumulate_dtype), torch.Generator().manual_seed(spec.seed)
+    return torch.randn(problem.heads, generator=generator, dtype=torch.float64).to(device, dtype)
 
 
 def given_queries(problem: Problem, rank: int, seed: int, q: Tensor) -> Tensor:
@@ -225,7 +280,7 @@ def given_queries(problem: Problem, rank: int, seed: int, q: Tensor) -> Tensor:
     parts = [
         q
         if other == rank
-        else _random(problem, tokens, problem.heads, problem.head_dim, _generator(seed, other, q.device))
+        else random_tensor(problem, tokens, problem.heads, problem.head_dim, _generator(seed, other, q.device))
         for other, tokens in enumerate(counts)
     ]
     return torch.cat(parts, dim=1)
@@ -235,7 +290,8 @@ def _generator(seed: int, rank: int, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed * 1_000_003 + rank)
 
 
-def _random(problem: Problem, tokens: int, heads: int, width: int, generator: torch.Generator) -> Tensor:
+def random_tensor(problem: Problem, tokens: int, heads: int, width: int, generator: torch.Generator) -> Tensor:
+    """Normal random numbers in the problem's dtype, on the generator's device: (B, tokens, heads, width)."""
     shape = (problem.batch, tokens, heads, width)
     dtype, device = getattr(torch, problem.dtype), generator.device
     if device.type == "cpu":

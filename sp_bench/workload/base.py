@@ -17,7 +17,7 @@ from sp_bench.plan.mask import Mask
 from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
-from sp_bench.records.quantities import DecodeStep, TrainingStep
+from sp_bench.records.quantities import DecodeStep, Prompt, TrainingStep
 from sp_bench.workload.gate import GateErrors
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from sp_bench.run.holdings import LiveBytes
     from sp_bench.run.sms import SmShares
     from sp_bench.run.transport import Transport
+
+
+SINKS = "sinks"
+"""The key of a config that says whether an attention has sinks, and the attribute of a workload that does."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,11 @@ class Workload(ABC):
         return cls(phases=phases)
 
     @classmethod
+    def kv_seqlen(cls, config: Mapping[str, Any], seqlen: int, asked: int | None) -> int | None:
+        """The keys of the problem, of which `asked` is the value of the key kv_seqlen; None for as many as queries."""
+        return asked
+
+    @classmethod
     def filled(cls, config: Mapping[str, Any], *, here: bool) -> dict[str, Any]:
         """Values for keys of a config that are null, and mean something else for this workload than for attention;
         `here` says whether the point is for this machine."""
@@ -155,7 +164,7 @@ class Workload(ABC):
         """The shape (fields of a Problem by name) and mask of the attention on n ranks, of those that a config has."""
         return dict(shape), mask
 
-    @classmethod  # noqa: B027
+    @classmethod  # noqa: B027  # most take all
     def refuse_method(cls, method: Method | Peer) -> None:
         """Raise RequestError if the workload can't have the method."""
 
@@ -205,6 +214,10 @@ class Workload(ABC):
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
         """The phases that ranks execute if `phases` are timed: a backward needs its forward."""
 
+    def chunks(self, problem: Problem) -> tuple[Problem, ...]:
+        """The attentions that a step computes one after another, each by plans of its own."""
+        return (problem,)
+
     @property
     def plan_phases(self) -> tuple[str, ...]:
         """The phases of the method's plans that the timed phases execute."""
@@ -230,6 +243,10 @@ class Workload(ABC):
         """The fields of a record that describe a training step."""
         return TrainingStep()
 
+    def prompt(self, problem: Problem) -> Prompt:
+        """The fields of a record that describe how a prompt is computed."""
+        return Prompt()
+
     def held_bytes(self, device: DeviceCosts, problem: Problem) -> Mapping[str, int]:
         """Bytes that a rank holds beside its attention, by kind."""
         return {}
@@ -247,6 +264,14 @@ class Workload(ABC):
         """Make the inputs and the engine of a step. All ranks must call it."""
 
 
+@dataclass(frozen=True)
+class PlannedChunk:
+    """One of several attentions of a step, with its plans."""
+
+    problem: Problem
+    plans: Mapping[str, Plan]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """A point, as ranks get it. It is pickled for them."""
@@ -256,6 +281,8 @@ class Spec:
     """The problem in the layout of the plans' method, or the peer."""
     plans: Mapping[str, Plan] = field(default_factory=dict)
     """The plan of each phase that is executed; empty for a peer."""
+    chunks: tuple[PlannedChunk, ...] = ()
+    """With workload=prefill: the chunks of the prompt in order, of which `problem` and `plans` are the last one's."""
     peer: Peer | None = None
     """A peer's attention, in place of plans."""
     kernel: str = "auto"

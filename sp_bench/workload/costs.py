@@ -1,21 +1,19 @@
 """FLOPs and memory of a training step beside its attention, from its shapes. Imports no torch.
 
-Time: matrix products at the device's rate for them or at memory speed, whichever is longer (a roofline); everything
-else at memory speed, each operation once through memory, or at the speed that a calibration has found; a launch for
-each. Memory: what trainer.py and transformer.py hold, tensor by tensor.
+Time: that of the layers (layer_costs), of their backward, the loss and the optimizer, by the same rules. Memory: what
+trainer.py and transformer.py hold, tensor by tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
-from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import RequestError
-from sp_bench.plan.problem import DTYPE_BYTES, Problem
-from sp_bench.workload.model import Model, shard_elements
-from sp_bench.workload.training import FLOAT8, MOMENTS, UPDATE, Training, ring_bytes, sent_otherwise
+from sp_bench.plan.problem import DTYPE_BYTES
+from sp_bench.workload.layer_costs import LayerCosts
+from sp_bench.workload.model import shard_elements
+from sp_bench.workload.training import FLOAT8, MOMENTS, UPDATE, Training, sent_otherwise
 
 ELEMENTWISE_BACKWARD = 2.0
 """Memory moved by the backward of elementwise operations over that of their forward."""
@@ -24,25 +22,24 @@ OPTIMIZER_MOVES = 9
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingCosts:
+class TrainingCosts(LayerCosts):
     """A training step on one GPU of the rank that owns the most tokens."""
 
-    model: Model
     training: Training
     sharded: bool
     """Whether parameters, gradients and moments are split over the ranks of all data-parallel groups."""
     turns: int = 1
     """How often a rank computes forward and backward in a step."""
-    problem: Problem
-    """The problem of the attention."""
-    device: DeviceCosts
-    crowding: float = 1.0
-    """How many times longer all takes because ranks share cores."""
 
-    @cached_property
-    def share(self) -> Model:
-        """The part of the model that a GPU has before parameters are split over the ranks."""
-        return self.model.part(self.training.tensor_parallel)
+    @property
+    def tensor_parallel(self) -> int:
+        """How many GPUs share the tokens of a rank, with a part of the heads and matrices each."""
+        return self.training.tensor_parallel
+
+    @property
+    def narrow(self) -> bool:
+        """Whether matrix products are in float8, with a scale for each tensor."""
+        return self.training.linears == FLOAT8
 
     @property
     def gpus(self) -> int:
@@ -55,44 +52,11 @@ class TrainingCosts:
         return self.problem.n * self.training.data_parallel
 
     @property
-    def _tokens(self) -> int:
-        return self.problem.batch * self.problem.queries.most
-
-    @property
-    def _element(self) -> int:
-        """Bytes of an activation."""
-        return DTYPE_BYTES[self.problem.dtype]
-
-    @property
     def _wide(self) -> int:
         """Bytes of a parameter, a gradient or a moment."""
         return DTYPE_BYTES[self.problem.accumulate_dtype]
 
     # Time
-
-    def dense_s(self, names: tuple[str, ...], *, times: float = 1.0) -> float:
-        """Seconds of a layer's matrix products of these names, `times` over (2 for their backward)."""
-        found, narrow = 0.0, self.training.linears == FLOAT8
-        for name, (inputs, outputs) in self.share.layer_matrices(self.problem).items():
-            if name in names:
-                found += times * self._product_s(inputs, outputs, narrow=narrow)
-                found += narrow * self._scaled_s(inputs, outputs, backward=times > 1)
-        return found
-
-    def _product_s(self, inputs: int, outputs: int, *, narrow: bool = False) -> float:
-        rate = self.device.matmul_flops_per_s(FLOAT8 if narrow else self.problem.dtype)
-        operand = 1 if narrow else self._element
-        moved = operand * (self._tokens + outputs) * inputs + self._element * self._tokens * outputs
-        computed_s = 2.0 * self._tokens * inputs * outputs / rate
-        return self.crowding * (self.device.layer_launch_s + max(computed_s, moved / self.device.memory_bytes_per_s))
-
-    def _scaled_s(self, inputs: int, outputs: int, *, backward: bool) -> float:
-        """Seconds of casting the operands of a float8 product with a scale for each tensor.
-
-        Its largest element is found before it is cast. The backward has the output's gradient too.
-        """
-        elements = (self._tokens + outputs) * inputs + backward * self._tokens * outputs
-        return self._moved_s((2 * self._element + 1) * elements, kernels=2 * (2 + backward))
 
     def layer_s(self, phase: str) -> float:
         """Seconds of a layer's forward or backward without its attention; of the backward with what it recomputes."""
@@ -103,18 +67,6 @@ class TrainingCosts:
     def again_s(self) -> float:
         """Seconds of what a layer's backward computes again of the forward, without the attention."""
         return 0.0 if self.training.recompute == "none" else self.before_s() + self.after_s()
-
-    def before_s(self) -> float:
-        """Seconds of a layer's forward before its attention: norm, q, k and v, RoPE."""
-        problem, model = self.problem, self.share
-        rotated = 2 * (problem.heads + problem.kv_heads) * problem.head_dim
-        return self.dense_s(("q", "k", "v")) + self._through_memory_s(2 * model.width + rotated, kernels=3)
-
-    def after_s(self) -> float:
-        """Seconds of a layer's forward after its attention: o, residuals, norm, feed-forward."""
-        model = self.share
-        elements = 8 * model.width + (3 if model.kind == "decoder" else 2) * model.ffn
-        return self.dense_s(("o", "gate", "up", "down")) + self._through_memory_s(elements, kernels=4)
 
     def before_backward_s(self) -> float:
         """Seconds of the backward of what is before the attention, in place of the forward's."""
@@ -142,14 +94,6 @@ class TrainingCosts:
         """Seconds of clipping and the optimizer on this rank's parameters."""
         moved = OPTIMIZER_MOVES * self._wide * self._own_parameters
         return self.crowding * (self.device.launch_s + moved / self.device.memory_bytes_per_s)
-
-    def _through_memory_s(self, elements: float, kernels: int = 1) -> float:
-        """Seconds of elementwise operations that read and write so many elements of each token."""
-        return self._moved_s(elements * self._element * self._tokens, kernels)
-
-    def _moved_s(self, moved_bytes: float, kernels: int = 1) -> float:
-        device = self.device
-        return self.crowding * (kernels * device.layer_launch_s + moved_bytes / device.elementwise_bytes_per_s)
 
     @property
     def copied_s(self) -> float:
@@ -194,11 +138,6 @@ class TrainingCosts:
         """Sent to sum all gradients over the ranks where each has all of them."""
         sent = sent_otherwise(UPDATE, self.share, self.problem, sharded=False, groups=self.training.data_parallel)
         return (not self.sharded) * sum(sent.values())
-
-    @property
-    def tensor_sum_bytes(self) -> int:
-        """Sent in one sum of a hidden state, or its gradient, over a tensor-parallel group (Shoeybi et al. 2019)."""
-        return ring_bytes(self._element * self._tokens * self.share.width, self.training.tensor_parallel)
 
     @property
     def tensor_sums(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ HELD = 2**28
 WIDE = {"float64": torch.float64, "float32": torch.float64}
 """Dtype of what queries add to sampled keys, by the problem's; others have float32. Compared rows are in float64."""
 
+SINKS = "dsinks"
+"""The gradient of sinks, which has no rows."""
 Unit = tuple[int, int]
 """(batch entry, key head)."""
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -61,6 +63,8 @@ class Sample:
     """The same on all ranks."""
     key_units: tuple[Unit, ...]
     """The units of which keys are compared."""
+    whole: bool = False
+    """Whether it is every row, on all ranks."""
 
     def of(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the sampled rows of this rank's results, on the CPU."""
@@ -73,7 +77,7 @@ class Sample:
 def all_rows(problem: Problem, rank: int) -> Sample:
     """Every row of every head."""
     units, (rows, mine) = _units(problem), (torch.arange(int(x.tokens(rank))) for x in (problem.queries, problem.keys))
-    return Sample(rows, torch.arange(problem.keys.seqlen), mine, units, units)
+    return Sample(rows, torch.arange(problem.keys.seqlen), mine, units, units, whole=True)
 
 
 def rows_for(problem: Problem, rank: int, seed: int, device: str) -> Sample:
@@ -118,12 +122,40 @@ def _spread(count: int, wanted: int, seed: int, rank: int) -> Tensor:
     return found
 
 
+@dataclass
+class SunkRows:
+    """The scores that every row's softmax has besides those of keys, and their gradient."""
+
+    scores: Tensor
+    """By head, the same on all ranks: (H,)."""
+    found: Tensor | None = None
+    """Their gradient by all ranks, (H,); None where it isn't compared."""
+    exact: Tensor = field(init=False)
+    """The exact gradient by the rows seen so far, and the variance that rounded outputs give it: (2, H)."""
+
+    def __post_init__(self) -> None:
+        self.exact = torch.zeros(2, len(self.scores), dtype=torch.float64)
+
+    def errors(self) -> tuple[float, float]:
+        """(the relative error of their gradient, the largest one of roundings alone in unit roundoffs)."""
+        assert self.found is not None, "it is compared"
+        norm = float(self.exact[0].norm())
+        off = float((self.found.double().cpu() - self.exact[0]).norm())
+        return off / norm, ROUNDINGS * (1 + TAIL) * math.sqrt(float(self.exact[1].sum()) / 3) / norm
+
+
 def errors_of_rows(
-    problem: Problem, context: RankContext, inputs: Inputs, found: Mapping[str, Tensor], sample: Sample
+    problem: Problem,
+    context: RankContext,
+    inputs: Inputs,
+    found: Mapping[str, Tensor],
+    sample: Sample,
+    sinks: SunkRows | None = None,
 ) -> GateErrors:
     """Errors of sampled rows of a problem's results, the same on all ranks. All ranks must call it.
 
-    `found` has rows as `Sample.of` returns them, by the names of NAMES. If memory runs out on any rank, there are no
+    `found` has rows as `Sample.of` returns them, by the names of NAMES. The gradient of `sinks`, if they have one, is
+    compared where the sample is whole. If memory runs out on any rank, there are no
     errors, and `uncompared` says so.
     """
     totals = torch.zeros(len(_TOTALS), len(NAMES), problem.heads, dtype=torch.float64)
@@ -131,7 +163,7 @@ def errors_of_rows(
     failed = torch.zeros(1)
     for each in sample.units:
         context.alive()
-        unit = _Unit(problem, context, inputs, sample, seen, each)
+        unit = _Unit(problem, context, inputs, sample, seen, each, sinks)
         of_keys = torch.zeros(4, len(unit.keys), problem.head_dim, dtype=torch.float64)
         try:
             if not failed:
@@ -147,6 +179,8 @@ def errors_of_rows(
     if several:
         dist.all_reduce(failed)
         dist.all_reduce(totals)
+        if sinks:
+            dist.all_reduce(sinks.exact)
     if failed:
         why = f"memory ran out on {int(failed)} of {problem.n} ranks"
         return GateErrors(seqlen=problem.seqlen, uncompared=why)
@@ -161,6 +195,8 @@ def errors_of_rows(
         usual = HEAD_FACTOR * TOLERANCE[problem.dtype]
         worst = int((each / (UNIT_ROUNDOFF[problem.dtype] * possible).clamp_min(usual)).argmax())
         worst_head[name], worst_rounding[name] = float(each[worst]), float(possible[worst])
+    if sinks and sinks.found is not None and sample.whole:
+        overall[SINKS], rounding[SINKS] = sinks.errors()
     elements = totals[2]
     rows = elements / torch.tensor([problem.value_dim, problem.head_dim, problem.head_dim, problem.value_dim])[:, None]
     of_queries, of_keys = (int(rows[pair].max(0).values.sum()) for pair in (slice(2), slice(2, 4)))
@@ -201,10 +237,18 @@ class _Unit:
     """A key head of a batch entry: its keys and values of all ranks, and this rank's queries."""
 
     def __init__(
-        self, problem: Problem, context: RankContext, inputs: Inputs, sample: Sample, seen: Seen, unit: Unit
+        self,
+        problem: Problem,
+        context: RankContext,
+        inputs: Inputs,
+        sample: Sample,
+        seen: Seen,
+        unit: Unit,
+        sinks: SunkRows | None = None,
     ) -> None:
         """Gather the head's keys and values. All ranks must call it."""
         self.entry, self.kv_head = unit
+        self.sinks = sinks
         q, k, v, dout = inputs
         sharing = problem.heads // problem.kv_heads
         self.heads = range(self.kv_head * sharing, (self.kv_head + 1) * sharing)
@@ -320,11 +364,15 @@ def _rows(
     """
     places, scale = unit.places[rows], unit.scale
     q, dout = unit.queries(head, rows, torch.float64 if compared else unit.wide)
-    lse, out, of_out = _attended(unit, q, places)
+    lse, out, of_out = _attended(unit, q, places, head)
     found = [(out, of_out + out.square())] if compared else []
     if not gradients:
         return found
     delta, delta2 = (dout * out).sum(1, keepdim=True), (dout * out).square().sum(1, keepdim=True) * scale**2
+    if compared and unit.sinks:
+        p = (unit.sinks.scores[head].to(q) - lse).exp_()
+        unit.sinks.exact[0, head] -= (p * delta).sum().cpu()
+        unit.sinks.exact[1, head] += (p.square() * delta2).sum().cpu() / scale**2
     if compared:
         dq, of_dq, p_k = (torch.zeros_like(q) for _ in range(3))
         for keys in unit.key_blocks(places):
@@ -349,12 +397,15 @@ def _rows(
     return found
 
 
-def _attended(unit: _Unit, q: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(lse (rows, 1), out (rows, D), the variance that rounded probabilities give out) of queries at these positions.
+def _attended(unit: _Unit, q: Tensor, places: Tensor, head: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(lse (rows, 1), out (rows, D), the variance that rounded probabilities give out) of a head's queries at these
+    positions.
 
     The softmax is taken block by block, with sums scaled to the largest score so far.
     """
     most, total = q.new_full((len(q), 1), -math.inf), q.new_zeros(len(q), 1)
+    if unit.sinks:  # a score of its own, with a value of 0
+        most, total = most.copy_(unit.sinks.scores[head]), total + 1
     out, of_out = (q.new_zeros(len(q), unit.value_dim) for _ in range(2))
     for keys in unit.key_blocks(places):
         scores, _, v = unit.scores(q, places, keys)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
 """The largest relative L2 error against fp64 that passes on any inputs, by dtype: 1.3 to 17 of its roundings."""
@@ -51,3 +51,18 @@ class GateErrors:
         said = [f"{name} is off by {error:.1e} (at most {most:.0e})" for name, error, most in found]
         said += [f"{count} rows of {name} are wrong" for name, count in self.lost.items() if count]
         return ", ".join(said) + (f", at {self.seqlen} tokens" if said and self.seqlen else "")
+
+
+def worst_of(several: Sequence[GateErrors], dtype: str, seqlen: int) -> GateErrors:
+    """The errors of one of several attentions of a step: one that is wrong, else not compared, else off most.
+
+    It has the rows of all, and `seqlen`, the tokens of all of them. Raises ValueError if there are none.
+    """
+
+    def badness(one: GateErrors) -> tuple[bool, bool, float]:
+        shares = [error / one.limit(name, dtype) for name, error in one.overall.items()]
+        return bool(one.wrong(dtype)), bool(one.uncompared), max(shares, default=0.0)
+
+    compared = [one.rows for one in several if one.rows]
+    rows = (sum(each[0] for each in compared), sum(each[1] for each in compared)) if compared else None
+    return replace(max(several, key=badness), rows=rows, seqlen=seqlen)

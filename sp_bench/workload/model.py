@@ -96,19 +96,19 @@ class Model(Section, frozen=True, kw_only=True):
         per_token += self.outputs * self.width * (2 if self.modulated else 1)
         return 2.0 * per_token * problem.batch * problem.seqlen
 
-    def part(self, degree: int) -> Model:
+    def part(self, degree: int, key: str = "train.tensor_parallel") -> Model:
         """The part that each of `degree` tensor-parallel GPUs has (Shoeybi et al. 2019); heads are the problem's.
 
-        Raises RequestError if its matrices can't be split.
+        Raises RequestError, naming the `key` that asks for the degree, if its matrices can't be split.
         """
         if degree == 1:
             return self
         if self.vocab is None:
             rule = f"splits a decoder, and {self.name} is a {self.kind}"
-            raise RequestError(f"train.tensor_parallel={degree}", rule, "train.tensor_parallel=1 would work")
+            raise RequestError(f"{key}={degree}", rule, f"{key}=1 would work")
         for name, size in (("ffn", self.ffn), ("vocab", self.vocab)):
             if size % degree:
-                raise RequestError(f"train.tensor_parallel={degree}", f"must divide {name}={size}", "1 would work")
+                raise RequestError(f"{key}={degree}", f"must divide {name}={size}", "1 would work")
         return structs.replace(self, ffn=self.ffn // degree, vocab=self.vocab // degree)
 
     def small(self) -> Model:

@@ -97,6 +97,8 @@ CHOSEN = (
     f"method=group_cast method.ulysses=2 method.stages=2 {H100} kv_heads=8 method.layout=zigzag",
     f"method=hybrid_cp mask=document data=magi_attention {H100} kv_heads=8 method.layout=hybrid",
     f"method=mesh mask=window window=[16383,0] method.layout=contiguous {H100}",
+    f"method=usp workload=prefill prefill.chunk=64k prefill.cached=32k {H100} kv_heads=8",
+    f"method=ring model=llama3_8b workload=prefill prefill.chunk=64k prefill.tensor_parallel=2 {H100}",
     f"method=ring mask=chunked chunk=64k method.layout=zigzag {H100}",
 )
 WHOLE = {"causal": "", "full": "causal=false"}

@@ -39,7 +39,7 @@ def test_a_run_is_exactly_what_the_record_says(real: Path, mode: str):
     provenance = {key: config.pop(key) for key in ("code_version", "git_commit", "git_dirty", "versions")}
     assert provenance.items() <= record["provenance"].items()
     summary = _told(found)
-    elsewhere = {"run_id", "notes", "candidates", "config", "provenance", "losses"}
+    elsewhere = {"run_id", "notes", "candidates", "config", "provenance", "losses", "chunk_ms"}
     assert config | summary == {key: value for key, value in record.items() if key not in elsewhere}
     assert not config.keys() & summary.keys()
     assert {"comm_bytes_per_gpu", "mfu", "tokens_per_s", "peak_mem_bytes_max", "comm_bytes_by_lane"} <= set(summary)

@@ -19,9 +19,11 @@ from sp_bench.kernels.aten_cpu import AtenCpu
 from sp_bench.measure import job
 from sp_bench.measure.pool import report
 from sp_bench.measure.start import Start
+from sp_bench.run import engine as engine_module
 from sp_bench.run.devices import HostClock
+from sp_bench.run.engine import Engine
 from sp_bench.run.groups import own_group
-from sp_bench.workload import GateErrors, Spec, exact_rows
+from sp_bench.workload import GateErrors, Spec, exact_rows, prefill_step
 
 BAD = 1
 """The rank that goes wrong."""
@@ -211,3 +213,36 @@ def groups_of_points(specs: list[Spec]) -> list[int]:
     said = [found.wrong("float32") for found in results]
     assert not any(said), said
     return [*counts, len(c10d._world.pg_map)]
+
+
+def gated_without_writing(spec: Spec, index: int) -> str:
+    """The gate's answer on a prompt of which one chunk never comes into the cache."""
+    right = prefill_step.Cached.write
+
+    def write(self: prefill_step.Cached, chunk: int) -> None:
+        if chunk != index:
+            right(self, chunk)
+
+    with patch.object(prefill_step.Cached, "write", write):
+        return job._gate(0, spec).wrong("float32")
+
+
+def gated_with_wrong_sinks(spec: Spec, wrong: str) -> str:
+    """The gate's answer on a point whose sinks are left out, or whose gradient isn't summed or is off."""
+    forward, gradient = Engine.forward, engine_module.of_sinks
+
+    def without(self: Engine, *arguments: Any) -> Any:
+        *others, sinks = arguments
+        return forward(self, *others, torch.full_like(sinks, -torch.inf))
+
+    def alone(*arguments: Any) -> Tensor:
+        found = gradient(*arguments)
+        return found if dist.get_rank() == 0 else torch.zeros_like(found)
+
+    patches = {
+        "left out": patch.object(Engine, "forward", without),
+        "not summed": patch.object(engine_module, "of_sinks", alone),
+        "off": patch.object(engine_module, "of_sinks", lambda *arguments: 1.01 * gradient(*arguments)),
+    }
+    with patches[wrong]:
+        return job._gate(0, spec).wrong("float32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -137,6 +138,26 @@ def test_a_training_step_that_is_wrong_from_512_tokens_on_is_found(pool: RankPoo
         assert gate == "" and f"{name} is off by" in timed and rows is not None
     for gate, _, _ in pool.run("tests.measure.jobs:measured_with_a_kernel_wrong_from", point, 150, name):
         assert "is off by" in gate and gate.endswith(f"at {RANKS * 256} tokens")
+
+
+def sunk(phases: tuple[str, ...] = PHASES) -> Spec:
+    """A point with sinks."""
+    point = spec(2, phases)
+    return replace(point, workload=Attention(phases=phases, sinks=True))
+
+
+def test_sinks_and_their_gradient_pass(pool: RankPool) -> None:
+    for found in pool.run("tests.measure.jobs:gated", sunk()):
+        assert tuple(found.overall) == (*NAMES, "dsinks") and found.wrong("float32") == ""
+        assert 1e-9 < found.overall["dsinks"] < 1e-6
+    assert tuple(pool.run("tests.measure.jobs:gated", sunk(PHASES[:1]))[0].overall) == ("out",)
+
+
+@pytest.mark.parametrize(("wrong", "name"), [("left out", "out"), ("not summed", "dsinks"), ("off", "dsinks")])
+def test_sinks_that_are_wrong_are_found(pool: RankPool, wrong: str, name: str) -> None:
+    """Left out of the softmax; a gradient of one rank alone; a gradient that is off by 1%."""
+    for said in pool.run("tests.measure.jobs:gated_with_wrong_sinks", sunk(), wrong):
+        assert f"{name} is off by" in said
 
 
 def test_what_is_shown_as_steps_is_what_was_asked_for(pool: RankPool) -> None:

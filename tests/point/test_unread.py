@@ -12,15 +12,14 @@ from sp_bench.advise.__main__ import main as advise
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.point import resolve
-from sp_bench.point.simulated import simulate_point
-from sp_bench.point.training import simulate_training
+from sp_bench.point.simulations import simulation_of
 from sp_bench.point.unread import READ_BY
 from sp_bench.resources import CONF
-from sp_bench.workload import Train
 
 POINT = ("mode=simulate", "gpus=2", "seqlen=1k", "heads=4", "kv_heads=4", "method=all_gather")
 DECODING = ("mode=simulate", "gpus=4", "heads=4", "kv_heads=4", "method=pass_q", "workload=decode")
 TRAINING = (*POINT, "model=tiny", "head_dim=128")
+PREFILL = (*TRAINING, "workload=prefill")
 OTHERWISE: dict[str, str] = {
     "gpus": "4", "seqlen": "2k", "kv_seqlen": "64k", "batch": "2", "heads": "8", "kv_heads": "2", "head_dim": "64",
     "v_head_dim": "32", "mask": "full",
@@ -34,6 +33,7 @@ OTHERWISE: dict[str, str] = {
     "warmup": "1", "verify": "false", "parts": "false", "timeout_s": "5", "seed": "4", "window": "[9,0]", "chunk": "64",
     "mode": "alone", "workload": "train", "kernel.sm_margin": "8", "decode.tensor_parallel": "2",
     "decode.latent": "true",
+    "sinks": "true", "prefill.chunk": "256", "prefill.cached": "512", "prefill.tensor_parallel": "2",
 }  # fmt: skip
 """Another valid value of each key of conf/config.yaml, and of the one of conf/kernel."""
 ABOUT_THE_OUTPUT = {"trace", "baseline", "reuse", "results_dir"}
@@ -54,15 +54,15 @@ def record(*overrides: str) -> dict[str, Any]:
     """The record of a simulated point as a reader sees it, without the config itself."""
     with Composer() as composer:
         request = resolve(composer.compose(overrides))
-    training = isinstance(request.workload, Train)
-    found = (simulate_training(request) if training else simulate_point(request)[0]).to_dict()
+    found = simulation_of(request).outcome(request).record.to_dict()
     return {name: value for name, value in found.items() if name not in ("config", "run_id", "provenance")}
 
 
 @pytest.mark.parametrize("key", sorted({*keys()} - ABOUT_THE_OUTPUT - OF_PEERS))
 def test_each_key_is_read_refused_or_said_to_be_unread(key: str) -> None:
     """By another value on a simulated point a figure or a description differs, or a note names it, or it is refused."""
-    base = TRAINING if key.startswith("train.") else DECODING if key.startswith("decode.") else POINT
+    bases = {"train.": TRAINING, "prefill.": PREFILL, "decode.": DECODING}
+    base = next((base for section, base in bases.items() if key.startswith(section)), POINT)
     base = tuple(word for word in base if word.partition("=")[0] != key)
     try:
         differs = record(*base, f"{key}={OTHERWISE[key]}")

@@ -13,9 +13,11 @@ from sp_bench.measure.pool import report
 from sp_bench.peers.engine import PeerEngine
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.run.engine import Engine
+from sp_bench.run.executor import Action
 from sp_bench.run.nccl import transport_for
 from sp_bench.workload import RankContext, Spec, Train
 from sp_bench.workload.attention_step import make_engine
+from sp_bench.workload.prefill_step import PrefillStep
 from sp_bench.workload.train_gate import ExactAttention, compared
 from sp_bench.workload.trainer import Trainer
 from tests.support.ranks import group_of
@@ -74,3 +76,47 @@ def losses(specs: Sequence[Spec], steps: int) -> list[list[float]]:
             found[-1].append(trainer.step(number, engine))
         engine.close()
     return found
+
+
+def prompt_errors(specs: Sequence[Spec]) -> list[float]:
+    """For each prompt: the relative error of all its outputs against one attention over the whole of it in fp64.
+
+    Rank 0 puts the tokens of all ranks and chunks into the order of their positions.
+    """
+    found = []
+    for spec in specs:
+        if not (group := group_of(spec.problem.n, spec.problem)):
+            continue
+        step = PrefillStep(spec, context_of(group, dist.get_rank()))
+        for _ in range(2):  # the second time over a cache that is full already
+            step.run("forward", Action.EVERYTHING)
+        own = step._prompt
+        mine = [(own.q[i], *own.new[i], step._out[i]) for i in range(len(own.q))]
+        step.close()
+        by_rank: list = [None] * spec.problem.n
+        dist.all_gather_object(by_rank, (own.before, mine), group=group)
+        q, k, v, out = (torch.cat(each, 1).double() for each in zip(*_in_order(spec, by_rank), strict=True))
+        before = [torch.cat([cached[i] for cached, _ in by_rank], 1).double() for i in range(2)]
+        exact = _causal(q, torch.cat([before[0], k], 1), torch.cat([before[1], v], 1))
+        found.append(float((out - exact).norm() / exact.norm()))
+    return found
+
+
+def _in_order(spec: Spec, by_rank: Sequence) -> Iterator[list[torch.Tensor]]:
+    """Each chunk's q, k, v and out of all ranks, their tokens in the order of positions."""
+    for index, chunk in enumerate(spec.chunks):
+        shards = chunk.problem.queries
+        places = [place for rank in range(shards.n) for run in shards.positions(rank) for place in run]
+        order = torch.tensor(places).argsort()
+        of_ranks = zip(*(tensors[index] for _, tensors in by_rank), strict=True)
+        yield [torch.cat(each, 1)[:, order] for each in of_ranks]
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention of queries that are the last of the keys' tokens: (B, S, H, D) each."""
+    shared = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(shared, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
+    places = torch.arange(k.shape[1] - q.shape[1], k.shape[1])
+    scores.masked_fill_(torch.arange(k.shape[1]) > places[:, None], -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)

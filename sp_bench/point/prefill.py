@@ -1,0 +1,351 @@
+"""Simulate a prompt: chunk by chunk and layer by layer, to the first token.
+
+A layer's attention begins on all ranks together, after its matrix products for q, k and v, and what follows it begins
+when the last rank has its output. The cache lies on the ranks by tokens, so that a later chunk's attention sends what
+its plan sends of all keys so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+
+from sp_bench import account
+from sp_bench.check import check_all
+from sp_bench.cluster import Cluster
+from sp_bench.errors import RequestError
+from sp_bench.point.backing import validated
+from sp_bench.point.choose import Choice, DeviceMemoryError, choose, simulated
+from sp_bench.point.counted import counted, rates
+from sp_bench.point.outcome import Outcome
+from sp_bench.point.request import Request
+from sp_bench.point.simulated import no_longest
+from sp_bench.records import Record
+from sp_bench.records.quantities import Breakdown, Memory, Timing, Traffic, TrainingStep
+from sp_bench.simulate.beside import alone_s, beside, ring_traffic
+from sp_bench.simulate.bounds import by_link_class, link_bytes, link_classes, lower_bounds
+from sp_bench.simulate.graph import build_graph
+from sp_bench.workload import Prefill
+from sp_bench.workload.prefill_costs import PrefillCosts, layer_cache_bytes
+
+PHASE = "forward"
+ALONE = "the attention of one layer over all chunks: of the time to a first token it is that share alone"
+WHOLE = "matrix products at their best rate or memory speed; the last token alone has its head computed"
+SUMS = "tensor parallel: each layer's sums of activations over {} consecutive GPUs are hidden by nothing"
+SOURCE = "the attention's from its plans, with the cache so far"
+SOURCES = (
+    "parameters, the cache of all layers, and what is there at one time: the attention's from its plans, or the"
+    " activations of a feed-forward"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """One chunk of a prompt, in seconds and bytes of all layers."""
+
+    attention_s: float
+    busy_s: np.ndarray
+    """Blocks and folds of each rank: (n,)."""
+    idle_s: float
+    """How long the first rank to end an attention waits for the last."""
+    dense_s: float
+    """Matrix products and elementwise operations."""
+    summed_s: float
+    """Sums over tensor-parallel GPUs."""
+    summed_bytes: int
+    """Sent by each GPU in them."""
+    least_s: float
+    """Blocks and folds as `busy_s`, without messages that take time of cores."""
+    bounds_s: dict[str, float]
+    """Lower bounds on the attentions, by what sets them."""
+    crossed: np.ndarray
+    """Bytes on each link: (L,)."""
+
+    @property
+    def whole_s(self) -> float:
+        """The whole chunk."""
+        return self.attention_s + self.dense_s + self.summed_s
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A request's prompt on a cluster."""
+
+    request: Request
+    cluster: Cluster
+
+    @cached_property
+    def workload(self) -> Prefill:
+        return cast("Prefill", self.request.workload)
+
+    @cached_property
+    def gpus(self) -> int:
+        """The number of GPUs, of all tensor-parallel places."""
+        return self.request.problem.n * self.workload.degree
+
+    @cached_property
+    def parts(self) -> tuple[Cluster, ...]:
+        """The cluster of each tensor-parallel place."""
+        return self.cluster.tensor_parts(self.gpus, self.workload.degree)
+
+    def costs(self, choice: Choice) -> PrefillCosts | None:
+        """The costs beside a chunk's attention; None without a model."""
+        if not self.workload.model:
+            return None
+        return self.workload.costs(choice.problem, self.cluster.device, self.cluster.crowding(self.gpus))
+
+    def chunk(self, choice: Choice, *, last: bool) -> Chunk:
+        """A chunk by its simulated variant; the last one has the head."""
+        attention_s, busy_s, idle_s, least_s = self._attention(choice)
+        plan, problem, layers, degree = choice.plans[PHASE], choice.problem, self.workload.layers, self.workload.degree
+        crossed = sum(
+            (link_bytes(part.network(problem.n), account.traffic(plan, problem, part)) for part in self.parts),
+            np.zeros(1),
+        )
+        bounds_s = lower_bounds(plan, problem, self.parts[0], crossed, least_s)
+        costs, dense_s, summed_s, summed_bytes = self.costs(choice), 0.0, 0.0, 0
+        if costs:
+            dense_s = layers * (costs.before_s() + costs.after_s()) + costs.embedding_s()
+            dense_s += costs.head_s() if last else 0.0
+            sums = 2 * layers + 1  # after each row-parallel matrix, and of the embedding
+            whole = self.cluster.network(self.gpus)
+            summed_s = sums * alone_s([whole], degree, costs.tensor_sum_bytes, 2 * (degree - 1))
+            summed_bytes = sums * costs.tensor_sum_bytes
+        return Chunk(
+            attention_s=layers * attention_s,
+            busy_s=layers * busy_s,
+            idle_s=layers * idle_s,
+            least_s=layers * least_s,
+            dense_s=dense_s,
+            summed_s=summed_s,
+            summed_bytes=summed_bytes,
+            bounds_s={name: layers * seconds for name, seconds in bounds_s.items()},
+            crossed=layers * crossed,
+        )
+
+    def _attention(self, choice: Choice) -> tuple[float, np.ndarray, float, float]:
+        """One attention in seconds: the whole, each rank's blocks and folds, idle at its end, and the least compute."""
+        if len(self.parts) == 1:
+            run = choice.runs[PHASE]
+            least_s = self.cluster.least_compute_s(run.work_s)
+            return run.makespan_s, run.busy_s, float(run.idle_s.max()), least_s
+        problem, plan = choice.problem, choice.plans[PHASE]
+        graphs = [build_graph(plan, problem, part, use_symmetry=False) for part in self.parts]
+        found = beside(graphs, [part.network(problem.n) for part in self.parts], 0.0, 0, 0.0)
+        least_s = max(
+            part.least_compute_s(graph.work_s(graph.tasks)) for part, graph in zip(self.parts, graphs, strict=True)
+        )
+        return found.attention_s, found.busy_s, 0.0, least_s
+
+    def bound(self, chunks: Sequence[Chunk]) -> tuple[dict[str, float], float, str]:
+        """(bytes across each class of links per GPU, a lower bound in s, what sets most of it).
+
+        Of each chunk: what computes beside the attention, and the bounds of its attentions and sums, one after another.
+        """
+        network, by_name = self.cluster.network(self.gpus), dict[str, float]()
+        crossed = np.zeros(network.link_bytes_per_s.size)
+        for chunk in chunks:
+            crossed += chunk.crossed
+            name = max(chunk.bounds_s, key=lambda each: chunk.bounds_s[each])
+            by_name[name] = by_name.get(name, 0.0) + chunk.bounds_s[name]
+            by_name["compute"] = by_name.get("compute", 0.0) + chunk.dense_s
+            if chunk.summed_bytes:
+                sums = link_bytes(network, ring_traffic(network, self.workload.degree, chunk.summed_bytes))
+                crossed += sums
+                busiest = {
+                    each: float((sums[links] / network.link_bytes_per_s[links]).max(initial=0.0))
+                    for each, links in link_classes(network).items()
+                }
+                name = max(busiest, key=lambda each: busiest[each])
+                by_name[name] = by_name.get(name, 0.0) + busiest[name]
+        by_link = {name: size / self.gpus for name, size in by_link_class(network, crossed).items()}
+        return by_link, sum(by_name.values()), max(by_name, key=lambda name: by_name[name])
+
+
+def outcome(request: Request) -> Outcome:
+    """The outcome of a simulated prompt (simulate_prefill)."""
+    return Outcome(simulate_prefill(request))
+
+
+def phases_ms(request: Request, cluster: Cluster) -> dict[str, float]:
+    """Milliseconds of the forward on a cluster, with the plans that the request's own chooses."""
+    chunks = _on(request, _chosen(request), cluster)
+    return {PHASE: 1e3 * sum(chunk.whole_s for chunk in chunks)}
+
+
+def least_compute_s(request: Request) -> float:
+    """Seconds that the ranks compute, without transfers. Raises RequestError if it doesn't fit the device."""
+    chunks = _chunks(_Prompt(request, request.cluster), _chosen(request))
+    return sum(chunk.least_s + chunk.dense_s for chunk in chunks)
+
+
+def longest(request: Request) -> int:
+    """Raises RequestError: the longest sequence is that of a training step."""
+    raise no_longest()
+
+
+def simulate_prefill(request: Request) -> Record:
+    """The record of a simulated prompt. Raises DeviceMemoryError if a chunk fits the device by no variant."""
+    choice, prompt = _chosen(request), _Prompt(request, request.cluster)
+    for each in choice.chunks:
+        check_all(each.plans, each.problem)
+    chunks = _chunks(prompt, choice)
+    step_ms = 1e3 * sum(chunk.whole_s for chunk in chunks)
+    busy_s, dense_s = sum((chunk.busy_s for chunk in chunks), np.zeros(1)), sum(chunk.dense_s for chunk in chunks)
+    attention_s, computed_ms = sum(chunk.attention_s for chunk in chunks), 1e3 * (float(busy_s.max()) + dense_s)
+    by_link, bound_s, bound_by = prompt.bound(chunks)
+    on_part = replace(request, cluster=prompt.parts[0])
+    plans, validation = counted(on_part, choice), validated(on_part, choice)
+    held = _held(prompt, choice)
+    model, degree = prompt.workload.model, prompt.workload.degree
+    step = request.workload.described(request.problem)
+    if model:
+        step = replace(
+            step,
+            attention_ms=1e3 * attention_s,
+            attention_exposed_ms=1e3 * (attention_s - float(busy_s.max())),
+            dense_ms=1e3 * dense_s,
+            tensor_sum_ms=1e3 * sum(chunk.summed_s for chunk in chunks),
+        )
+    parts = (
+        request.asked(),
+        replace(
+            plans.setup,
+            kernel=request.cluster.device.figures(choice.problem),
+            implementation=request.cluster.device.implementation.name,
+            **validation.setup(),
+        ),
+        Timing(step_ms_median=step_ms, **validation.ends(step_ms), forward_ms_median=step_ms),
+        rates(request, step_ms, plans.setup.device_name),
+        replace(_with_sums(plans.traffic, chunks, degree), comm_bytes_by_link=by_link),
+        Breakdown(
+            bound_ms=1e3 * bound_s,
+            bound_by=bound_by,
+            compute_ms=computed_ms,
+            exposed_comm_ms=step_ms - computed_ms,
+            rank_idle_ms_max=1e3 * sum(chunk.idle_s for chunk in chunks) if degree == 1 else None,
+            rank_imbalance=None if model else float(busy_s.max() / busy_s.mean()),
+        ),
+        Memory(
+            peak_mem_bytes_max=held.peak_bytes,
+            peak_mem_source=SOURCES if model else SOURCE,
+            peak_mem_bytes_expected=held.peak_bytes,
+        ),
+        replace(
+            request.workload.prompt(request.problem),
+            ttft_s=step_ms / 1e3,
+            chunk_ms=[1e3 * chunk.whole_s for chunk in chunks],
+        ),
+        held.described(step),
+    )
+    notes = [*request.notes, *request.cluster.notes(choice.problem), WHOLE if model else ALONE]
+    notes += [SUMS.format(degree)] * (degree > 1)
+    return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *parts, notes=notes)
+
+
+def _chunks(prompt: _Prompt, choice: Choice) -> list[Chunk]:
+    *earlier, last = choice.chunks
+    return [*(prompt.chunk(each, last=False) for each in earlier), prompt.chunk(last, last=True)]
+
+
+def _on(request: Request, choice: Choice, cluster: Cluster) -> list[Chunk]:
+    """The chunks with the chosen plans on another cluster."""
+    prompt = _Prompt(request, cluster)
+    there = [simulated(each, prompt.parts[0]) for each in choice.chunks]
+    return _chunks(prompt, replace(there[-1], earlier=tuple(there[:-1])))
+
+
+def _chosen(request: Request) -> Choice:
+    """The variant of each chunk with the fastest attention, of those that fit beside what else is held.
+
+    Raises RequestError for what isn't known of a model on this cluster.
+    """
+    prompt = _Prompt(request, request.cluster)
+    if prompt.workload.model:
+        request.cluster.device.matmul_flops_per_s(request.problem.dtype)
+        if request.cluster.stragglers:
+            rule = "slow ranks are simulated for the attention only"
+            raise RequestError("stragglers", rule, "model=none would work")
+    found = [_choose(prompt, replace(request, problem=each)) for each in prompt.workload.chunks(request.problem)]
+    return replace(found[-1], earlier=tuple(found[:-1]))
+
+
+def _choose(prompt: _Prompt, request: Request) -> Choice:
+    """The variant of one chunk, which is the request's problem."""
+    cluster, device = prompt.parts[0], request.cluster.device
+    if not prompt.workload.model or device.memory_bytes is None:
+        return choose(replace(request, cluster=cluster))
+    costs = prompt.workload.costs(request.problem, device)
+    others = (prompt.workload.layers - 1) * layer_cache_bytes(request.problem)
+    kinds = {
+        "parameters": costs.parameters_bytes,
+        "cache of other layers": others,
+        "residual stream": costs.hidden_bytes,
+    }
+    rest = device.memory_bytes - sum(kinds.values())
+    fits = costs.parameters_bytes + others + layer_cache_bytes(request.problem) + costs.activations_bytes
+    if rest > 0 and fits <= device.memory_bytes:
+        try:
+            return choose(replace(request, cluster=replace(cluster, device=replace(device, memory_bytes=rest))))
+        except DeviceMemoryError:
+            pass
+    listed = ", ".join(f"{kind} {size / 1e9:.3g}" for kind, size in kinds.items())
+    rule = f"a GPU holds in GB {listed}, and then an attention and a feed-forward: {device.name} has "
+    raise DeviceMemoryError(
+        f"seqlen={prompt.request.problem.seqlen} on gpus={prompt.gpus}",
+        f"{rule}{device.memory_bytes / 1e9:.4g}",
+        "more GPUs, a higher prefill.tensor_parallel, or a smaller prefill.chunk, would work",
+    )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Bytes on a GPU."""
+
+    peak_bytes: int
+    attention_bytes: int
+    """The most that one attention holds, its layer's cache included."""
+    parameters_bytes: int = 0
+    activations_bytes: int = 0
+    """The most that a feed-forward holds."""
+
+    def described(self, step: TrainingStep) -> TrainingStep:
+        """The step with its memory by kind; as it is without a model."""
+        kinds = {f"{name}_bytes": getattr(self, f"{name}_bytes") for name in ("parameters", "attention", "activations")}
+        return replace(step, **kinds) if step.model else step
+
+
+def _held(prompt: _Prompt, choice: Choice) -> _Held:
+    """The memory of the chunk that takes most."""
+    found = []
+    for each in choice.chunks:
+        problem, costs = each.problem, prompt.costs(each)
+        attention = account.peak_bytes(each.plans.values(), problem, prompt.parts[0].transport)
+        if not costs:
+            found.append(_Held(attention, attention))
+            continue
+        cache = layer_cache_bytes(problem)
+        transient = max(attention - cache + costs.hidden_bytes, costs.activations_bytes)
+        peak = costs.parameters_bytes + prompt.workload.layers * cache + transient
+        found.append(_Held(peak, attention, costs.parameters_bytes, costs.activations_bytes))
+    return max(found, key=lambda held: held.peak_bytes)
+
+
+def _with_sums(traffic: Traffic, chunks: Sequence[Chunk], degree: int) -> Traffic:
+    """The traffic with the sums within tensor-parallel groups."""
+    if degree == 1:
+        return traffic
+    within, expected = sum(chunk.summed_bytes for chunk in chunks), traffic.comm_bytes_expected
+    assert traffic.comm_bytes_per_gpu is not None
+    return replace(
+        traffic,
+        comm_bytes_per_gpu=round(traffic.comm_bytes_per_gpu + within),
+        comm_bytes_busiest_gpu=None,
+        comm_bytes_expected=None if expected is None else round(expected + within),
+        comm_bytes_by_lane=None,
+        comm_bytes_across_nodes_max=None,
+    )

@@ -1,0 +1,57 @@
+"""The correctness gate of workload=prefill: some chunks over a cache that grows, against fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sp_bench.workload.attention_gate import GATE_TOKENS
+from sp_bench.workload.attention_step import make_engines
+from sp_bench.workload.base import PlannedChunk, RankContext, Spec
+from sp_bench.workload.exact_rows import rows_for
+from sp_bench.workload.gate import GateErrors, worst_of
+from sp_bench.workload.prefill_step import Cached, watched
+
+
+def gate(spec: Spec, context: RankContext) -> GateErrors:
+    """Errors of the chunk that is off most, on a shorter prompt. All ranks must call it.
+
+    The prompt is computed twice with the same buffers and cache, and the second results are compared.
+    """
+    chunks = small_chunks(spec.chunks, GATE_TOKENS)
+    problems = [chunk.problem for chunk in chunks]
+    prompt, engines = Cached(problems, context.rank, spec.seed, context.device), make_engines(spec, chunks, context)
+    results = []
+    for _ in range(2):
+        results.clear()
+        for index, engine in enumerate(engines):
+            context.alive()
+            prompt.write(index)
+            results.append(engine.forward(prompt.q[index], *prompt.seen(index))[0])
+    for engine in engines:
+        engine.close()
+    found = []
+    for index, out in enumerate(results):
+        sample = rows_for(problems[index], context.rank, spec.seed, context.device.type)
+        found.append(prompt.errors(index, context, sample.of({"out": out})["out"], sample))
+    errors = worst_of(found, spec.problem.dtype, sum(each.seqlen for each in problems))
+    if errors.uncompared:  # nothing is timed that wasn't checked
+        raise MemoryError(errors.uncompared)
+    return errors
+
+
+def small_chunks(chunks: Sequence[PlannedChunk], tokens: int) -> list[PlannedChunk]:
+    """Some of a prompt's chunks as a prompt of their own, of at most so many tokens on a rank each.
+
+    Their plans are those of the point. What was cached before the first is there as well, and shortened alike.
+    """
+    found: list[PlannedChunk] = []
+    first = chunks[0].problem
+    end = min(tokens, first.history // first.n) * first.n
+    for index in watched(len(chunks)):
+        problem, plans = chunks[index].problem, chunks[index].plans
+        each, more = divmod(problem.seqlen, problem.n)
+        seqlen = min(tokens, each) * problem.n + more
+        end += seqlen
+        found.append(PlannedChunk(replace(problem, seqlen=seqlen, kv_seqlen=end), plans))
+    return found

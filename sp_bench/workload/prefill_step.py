@@ -1,0 +1,205 @@
+"""A prompt on one rank: chunk after chunk over a cache that grows. q is (B, S / n, H, D) of each chunk.
+
+The cache is (B, S / n, kv_heads, D) for keys and for values, a rank's rows in the order in which they came: what was
+cached before, then those of each chunk. A chunk's attention gets the rows so far. All queries see all of what was
+before their own chunk, so that its order means nothing to them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_bench.plan.problem import Problem
+from sp_bench.run.devices import clock_of
+from sp_bench.run.engine import Engine
+from sp_bench.run.executor import Action
+from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.sms import SmShares
+from sp_bench.workload.attention_step import make_engines, marks_parts, parts_of, random_tensor
+from sp_bench.workload.base import RankContext, Spec
+from sp_bench.workload.exact_rows import Sample, errors_of_rows, sampled
+from sp_bench.workload.gate import GateErrors, worst_of
+from sp_bench.workload.prefill_costs import chunk_part
+
+COPIED = "with batch above 1 the rows of the cache that a chunk sees are copied before its attention"
+
+
+class Cached:
+    """A rank's random queries, keys and values of each chunk, and its cache."""
+
+    def __init__(self, problems: Sequence[Problem], rank: int, seed: int, device: torch.device) -> None:
+        """Draw all, and put what is cached before the first chunk into the cache. The rest of that is zero."""
+        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + rank)
+
+        def drawn(problem: Problem, tokens: int, heads: int, *widths: int) -> tuple[Tensor, ...]:
+            return tuple(random_tensor(problem, tokens, heads, width, generator) for width in widths)
+
+        first, last = problems[0], problems[-1]
+        self.problems = tuple(problems)
+        self.ends = [int(each.keys.tokens(rank)) for each in problems]
+        """The rows of the cache that each chunk's attention gets."""
+        tokens = [int(each.queries.tokens(rank)) for each in problems]
+        self.starts = [end - new for end, new in zip(self.ends, tokens, strict=True)]
+        assert self.starts[1:] == self.ends[:-1], "each chunk finds the cache as the one before left it"
+        self.q = [drawn(each, new, each.heads, each.head_dim)[0] for each, new in zip(problems, tokens, strict=True)]
+        widths = last.head_dim, last.value_dim
+        self.new = [drawn(each, new, each.kv_heads, *widths) for each, new in zip(problems, tokens, strict=True)]
+        self.before = drawn(first, self.starts[0], first.kv_heads, *widths)
+        self.cache = tuple(x.new_zeros(x.shape[0], self.ends[-1], *x.shape[2:]) for x in self.before)
+        for cache, x in zip(self.cache, self.before, strict=True):
+            cache[:, : self.starts[0]] = x
+
+    def write(self, index: int) -> None:
+        """Put a chunk's keys and values into the cache."""
+        for cache, new in zip(self.cache, self.new[index], strict=True):
+            cache[:, self.starts[index] : self.ends[index]] = new
+
+    def seen(self, index: int) -> tuple[Tensor, Tensor]:
+        """The keys and values that a chunk's attention gets."""
+        k, v = (cache[:, : self.ends[index]] for cache in self.cache)
+        return k, v
+
+    def errors(self, index: int, context: RankContext, out: Tensor, sample: Sample) -> GateErrors:
+        """Errors of sampled rows of a chunk's output, as `Sample.of` returns them. All ranks must call it.
+
+        They are held against keys and values as they were drawn, whatever is in the cache.
+        """
+        k, v = (torch.cat(each, 1) for each in zip(self.before, *self.new[: index + 1], strict=True))
+        inputs = self.q[index], k, v, self.q[index]  # of dout no row is looked at
+        return errors_of_rows(self.problems[index], context, inputs, {"out": out}, sample)
+
+
+def watched(chunks: int) -> list[int]:
+    """The chunks whose results are compared: the first, one in the middle, the last."""
+    return sorted({0, chunks // 2, chunks - 1})
+
+
+class PrefillStep:
+    """A prompt, timed from the first chunk's beginning to the last one's end."""
+
+    def __init__(self, spec: Spec, context: RankContext) -> None:
+        """Make inputs, cache and engines, and execute each chunk. All ranks must call it.
+
+        The last chunks come first: what the engines use in turn then has its size, and none lets go of it later.
+        """
+        self._spec, self._context, self._clock = spec, context, clock_of(context.device)
+        problems = [chunk.problem for chunk in spec.chunks]
+        self._prompt = Cached(problems, context.rank, spec.seed, context.device)
+        self._engines = make_engines(spec, spec.chunks, context)
+        self._samples: dict[int, Sample] = {}
+        self._kept: dict[int, Tensor] = {}
+        self._out: list[Tensor | None] = [None] * len(problems)
+        self._marks: list[Any] = []
+        for index in reversed(range(len(problems))):
+            context.alive()
+            self._chunk(index, Action.EVERYTHING, None)
+
+    @property
+    def _first(self) -> Engine:
+        return self._engines[0]
+
+    @property
+    def kernel_name(self) -> str:
+        """The kernel of its attention blocks."""
+        return self._first.kernel_name
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on its kernels and cache for a reader of its times."""
+        return (*self._first.notes, *([COPIED] if self._spec.problem.batch > 1 else []))
+
+    @property
+    def communicators(self) -> tuple[str, ...]:
+        """NCCL's communicators that its attention uses, in words."""
+        return self._first.transport.communicators
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of a GPU that its attention's buffers take outside of torch's allocator."""
+        return self._first.transport.outside_bytes
+
+    @property
+    def shares(self) -> SmShares | None:
+        """The shares of the GPU that lanes and blocks take; None on a CPU."""
+        return self._first.shares
+
+    @property
+    def sent_bytes(self) -> Counter[tuple[str, ...]]:
+        """Bytes sent so far by all chunks, which share a transport."""
+        return self._first.transport.sent_bytes
+
+    def untimed(self) -> None:
+        """Nothing: every row of the cache is written again before it is read."""
+
+    def capture(self) -> None:
+        """Nothing: the steps of a prompt aren't replayed."""
+
+    def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
+        """Execute all chunks in order. Only Action.EVERYTHING keeps results."""
+        self._marks = [self._clock.mark()]
+        for index in range(len(self._engines)):
+            out = self._chunk(index, action, live)
+            self._marks.append(self._clock.mark())
+            if action is Action.EVERYTHING:
+                self._out[index] = out
+
+    def _chunk(self, index: int, action: Action, live: LiveBytes | None) -> Tensor:
+        prompt = self._prompt
+        prompt.write(index)
+        return self._engines[index].forward(prompt.q[index], *prompt.seen(index), action, live)[0]
+
+    def parts(self, phase: str) -> Mapping[str, float]:
+        """Seconds of the last execution by part, summed over chunks, and of each chunk as a whole.
+
+        On a GPU that doesn't mark parts, of those only the caller's.
+        """
+        found: Counter[str] = Counter()
+        for engine in self._engines:
+            found.update(parts_of(engine.spent(phase)))
+        marked = marks_parts(self._spec) or self._context.device.type == "cpu"
+        known = dict(found) if marked else {"caller": found["caller"]}
+        pairs = enumerate(zip(self._marks, self._marks[1:], strict=False))
+        return known | {chunk_part(index): self._clock.seconds(*pair) for index, pair in pairs}
+
+    def memory(self) -> Mapping[str, int]:
+        """Nothing: the attention's memory is all."""
+        return {}
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """An empty tuple: nothing is trained."""
+        return ()
+
+    def finite(self) -> bool:
+        """Whether the last outputs are finite."""
+        return all(bool(out.isfinite().all()) for out in self._out if out is not None)
+
+    def keep(self) -> None:
+        """Keep sampled rows of the last outputs of some chunks."""
+        for index in watched(len(self._engines)):
+            out = self._out[index]
+            if out is None:
+                continue
+            if index not in self._samples:
+                problem = self._prompt.problems[index]
+                self._samples[index] = sampled(problem, self._context.rank, self._spec.seed + index)
+            self._kept[index] = self._samples[index].of({"out": out})["out"]
+
+    def errors(self) -> GateErrors:
+        """Errors of the rows that were kept last, of the chunk that is off most."""
+        self._out = [None] * len(self._engines)  # their memory is needed
+        found = [
+            self._prompt.errors(index, self._context, rows, self._samples[index]) for index, rows in self._kept.items()
+        ]
+        tokens = sum(problem.seqlen for problem in self._prompt.problems)
+        return worst_of(found, self._spec.problem.dtype, tokens) if found else GateErrors()
+
+    def close(self) -> None:
+        """Release the engines' threads and streams."""
+        for engine in self._engines:
+            engine.close()

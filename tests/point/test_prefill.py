@@ -1,0 +1,179 @@
+"""Simulated prompts: chunks are attention points behind a history, and with a model all layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sp_bench.errors import RequestError
+from sp_bench.point import run_points
+from sp_bench.point.choose import DeviceMemoryError
+from sp_bench.point.prefill import least_compute_s, phases_ms, simulate_prefill
+from sp_bench.point.simulated import simulate_point
+from sp_bench.records import Record
+from sp_bench.records.checking import problems_of
+from tests.support.points import point
+
+SHAPE = ("gpus=8", "heads=32", "kv_heads=8", "cluster=h100_ndr400")
+PROMPT = (*SHAPE, "workload=prefill")
+LLAMA = ("gpus=8", "cluster=h100_ndr400", "model=llama3_8b", "workload=prefill")
+
+
+def prompt(*overrides: str) -> Record:
+    return simulate_prefill(point(*PROMPT, *overrides))
+
+
+def attention(*overrides: str) -> Record:
+    return simulate_point(point(*SHAPE, "phase=forward", *overrides))[0]
+
+
+@pytest.mark.parametrize("method", ["ring", "usp", "mesh"])
+def test_a_prompt_in_one_piece_is_an_attention_point(method: str) -> None:
+    one, same = (f(f"method={method}", "seqlen=64k") for f in (prompt, attention))
+    assert (one.chunks, one.prefill_chunk, one.prefill_cached) == (1, 2**16, 0)
+    names = ("step_ms_median", "bound_ms", "bound_by", "compute_ms", "comm_bytes_per_gpu", "comm_bytes_expected",
+             "comm_bytes_by_lane", "comm_bytes_by_link", "peak_mem_bytes_max", "mfu", "variant", "tokens_per_s",
+             "comm_bytes_lower_bound", "work_imbalance", "rank_imbalance", "exposed_comm_ms")  # fmt: skip
+    assert {name: getattr(one, name) for name in names} == {
+        name: pytest.approx(value) if isinstance(value := getattr(same, name), float) else value for name in names
+    }
+    assert one.ttft_s == pytest.approx(one.step_ms_median / 1e3)
+    assert "attention of one layer" in " ".join(one.notes or ())
+
+
+@pytest.mark.parametrize("method", ["ring", "pass_q", "usp"])
+def test_chunks_are_attention_points_behind_what_is_cached(method: str) -> None:
+    """24k of new tokens in chunks of 8k and a rest of 4k, behind 16k."""
+    whole = prompt(f"method={method}", "seqlen=20k", "prefill.chunk=8k", "prefill.cached=16k")
+    parts = [
+        attention(f"method={method}", f"seqlen={new}", f"kv_seqlen={keys}")
+        for new, keys in (("8k", "24k"), ("8k", "32k"), ("4k", "36k"))
+    ]
+    assert whole.chunk_ms == pytest.approx([part.step_ms_median for part in parts])
+    assert whole.step_ms_median == pytest.approx(sum(whole.chunk_ms or ()))
+    for name in ("comm_bytes_per_gpu", "comm_bytes_expected", "comm_bytes_lower_bound", "comm_bytes_busiest_gpu"):
+        assert getattr(whole, name) == pytest.approx(sum(getattr(part, name) for part in parts)), name
+    assert whole.peak_mem_bytes_max == max(part.peak_mem_bytes_max or 0 for part in parts)
+    assert whole.bound_ms == pytest.approx(sum(part.bound_ms or 0 for part in parts))
+    assert (whole.seqlen, whole.kv_seqlen) == (20 * 2**10, 36 * 2**10)
+    assert whole.kv_cache_bytes == 36 * 2**10 // 8 * 2 * 8 * 128 * 2
+
+
+def test_smaller_chunks_send_more_and_hold_less() -> None:
+    """Ring passes every key of the history round again for each chunk."""
+    records = [prompt("method=ring", "seqlen=128k", f"prefill.chunk={chunk}") for chunk in ("null", "32k", "8k")]
+    sent, held = ([getattr(one, name) for one in records] for name in ("comm_bytes_per_gpu", "peak_mem_bytes_max"))
+    assert sent == sorted(sent) and held == sorted(held, reverse=True)
+    assert sent[1] == pytest.approx(sent[0] * (1 + 2 + 3 + 4) / 4), "of each chunk's end the keys"
+    assert len({one.kv_cache_bytes for one in records}) == 1
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_model_is_all_its_layers(degree: int) -> None:
+    divided = f"prefill.tensor_parallel={degree}"
+    record = simulate_prefill(point(*LLAMA, "method=ring", "seqlen=64k", "prefill.chunk=16k", divided))
+    one = simulate_prefill(point(*LLAMA, "method=ring", "seqlen=64k", "prefill.chunk=16k", divided, "model.layers=1"))
+    assert (record.status, record.model, record.chunks, record.tensor_parallel) == ("ok", "llama3_8b", 4, degree)
+    parts = (record.attention_ms, record.dense_ms, record.tensor_sum_ms)
+    assert record.step_ms_median == pytest.approx(sum(x or 0 for x in parts)) == pytest.approx(sum(record.chunk_ms))
+    assert record.attention_ms == pytest.approx(32 * one.attention_ms)
+    assert (record.tensor_sum_ms > 0) == (degree > 1)
+    assert record.bound_ms <= record.step_ms_median
+    assert record.comm_bytes_per_gpu == record.comm_bytes_expected
+    assert record.kv_cache_bytes == 32 * one.kv_cache_bytes == 32 * 2**16 // (8 // degree) * 2 * 8 // degree * 128 * 2
+    assert record.parameters == 8_030_261_248
+    assert record.parameters_bytes == pytest.approx(2 * record.parameters / degree, rel=1e-3)
+    held = record.parameters_bytes + record.kv_cache_bytes
+    assert held < record.peak_mem_bytes_max < held + record.attention_bytes + record.activations_bytes
+
+
+def test_the_linears_are_those_of_a_training_steps_forward() -> None:
+    """But for the loss: a prompt has the head for its last token alone."""
+    asked = ("method=ring", "gpus=8", "cluster=h100_ndr400", "model=llama3_8b", "seqlen=64k")
+    trained = point(*asked)
+    costs = trained.workload.costs(trained.problem, trained.cluster.device)  # pyright: ignore[reportAttributeAccessIssue]
+    record = simulate_prefill(point(*asked, "workload=prefill"))
+    layers_ms = 1e3 * 32 * costs.layer_s("forward")
+    assert layers_ms < record.dense_ms < 1.004 * layers_ms, "the embedding and one row of logits"
+    matrices = 2 * (8_030_261_248 - 2 * 128256 * 4096) * 2**16 + 2 * 128256 * 4096
+    flops = matrices + 32 * 2 * 2.0**32 * 4096
+    assert record.tflops_per_gpu == pytest.approx(flops / record.ttft_s / 8 / 1e12, rel=1e-4)
+
+
+def test_records_pass_their_own_check_and_say_which_prompt(tmp_path: Path) -> None:
+    asked = [("prefill.chunk=16k",), (), ("prefill.chunk=16k", "prefill.cached=8k"), ("model=llama3_8b",)]
+    requests = [point(*PROMPT, "method=ring", "seqlen=32k", *each) for each in asked]
+    outcomes = run_points(requests, folder=tmp_path, reuse=False)
+    assert [problems_of(path) for path in sorted(tmp_path.glob("*.json"))] == [[]] * 4
+    assert [outcome.record.workload_id.partition("/")[0] for outcome in outcomes] == [
+        "prefill[chunk=16384]",
+        "prefill[chunk=32768]",
+        "prefill[chunk=16384]",
+        "prefill:llama3_8b[chunk=32768]",
+    ]
+    assert len({request.run_id for request in requests}) == 4
+    assert "/32768:40960x1/" in outcomes[2].record.workload_id
+    assert point(*SHAPE, "prefill.chunk=16k").run_id == point(*SHAPE).run_id, "no key of other workloads"
+
+
+def test_what_computes_is_part_of_the_whole() -> None:
+    request = point(*LLAMA, "method=ring", "gpus=16", "seqlen=64k", "prefill.chunk=16k")
+    record = simulate_prefill(request)
+    assert 0 < 1e3 * least_compute_s(request) <= record.compute_ms < record.step_ms_median
+    assert phases_ms(request, request.cluster) == {"forward": pytest.approx(record.step_ms_median)}
+
+
+def test_a_model_that_does_not_fit_says_what_would() -> None:
+    with pytest.raises(DeviceMemoryError, match=r"a GPU holds in GB parameters 141.* prefill.tensor_parallel"):
+        simulate_prefill(point(*LLAMA, "model=llama3_70b", "method=ring", "seqlen=64k"))
+    fits = point(*LLAMA, "model=llama3_70b", "method=ring", "seqlen=64k", "gpus=16", "prefill.tensor_parallel=8")
+    assert simulate_prefill(fits).peak_mem_bytes_max < 80e9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("prefill.chunk=128k", "prefill.chunk=131072: is longer than the prompt, seqlen=65536; prefill.chunk=65536"),
+        ("prefill.chunk=0", "prefill.chunk=0: must be a whole number of at least 1"),
+        ("prefill.chunk=1001", "prefill.chunk=1001: must be a multiple of the 8 ranks.*; prefill.chunk=1000 would"),
+        (
+            "prefill.chunk=8 method.layout=zigzag",
+            "prefill.chunk=8: leaves 8 tokens for every chunk, and the zigzag layout for 8 ranks",
+        ),
+        (
+            "prefill.chunk=65528 method.layout=zigzag",
+            "prefill.chunk=65528: leaves 8 tokens for the last chunk, and the zigzag layout",
+        ),
+        ("prefill.cached=9", "prefill.cached=9: must be a multiple of the 8 ranks.*; prefill.cached=8 would work"),
+        ("prefill.cached=-1", "prefill.cached=-1: must be a whole number of at least 0"),
+        ("kv_seqlen=128k", "kv_seqlen=131072: workload=prefill counts its keys itself"),
+        ("mask=full", "mask=full: is not that of a prompt.*; mask=causal would work"),
+        ("mask=full prefill.cached=8k", "mask=full: is not that of a prompt"),
+        ("mask=window window=[512,0]", "mask=window: is not that of a prompt"),
+        ("mask=document data=short prefill.cached=8k", "mask=document: is not that of a prompt"),
+        ("method=group_cast prefill.chunk=8k", "kv_seqlen=.*: group_cast casts rows"),
+        (
+            "method=peer impl=torch_context_parallel cluster=local dtype=float32 seqlen=1k gpus=2",
+            "method=peer impl=torch_context_parallel: workload=prefill runs",
+        ),
+        ("phase=backward", "phase=backward: there is no such phase.*forward"),
+        ("phase=forward_backward", "phase=forward_backward: there is no such phase"),
+        ("train.recompute=full", "train.recompute=full: is about training, .*; train.recompute=attention would work"),
+        ("train.data_parallel=2", "train.data_parallel=2: is about training"),
+        ("prefill.tensor_parallel=2", "prefill.tensor_parallel=2: splits the matrices of a model"),
+        ("model=dit_xl workload=prefill", "model=dit_xl: is a dit, and a first token is that of a decoder"),
+        ("model=llama3_8b workload=prefill prefill.tensor_parallel=3", "prefill.tensor_parallel=3: must divide"),
+        (
+            "model=llama3_8b workload=prefill prefill.tensor_parallel=16 gpus=16",
+            "prefill.tensor_parallel=16: .*kv_heads",
+        ),
+        ("cuda_graph=true", "cuda_graph=true"),
+        ("seqlen=max", "seqlen=max"),
+    ],
+)
+def test_what_is_refused(overrides: str, message: str) -> None:
+    given = {override.partition("=")[0] for override in overrides.split()}
+    usual = [each for each in (*PROMPT, "seqlen=64k", "method=ring") if each.partition("=")[0] not in given]
+    with pytest.raises(RequestError, match=message):
+        point(*usual, *overrides.split())
