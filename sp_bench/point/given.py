@@ -109,7 +109,7 @@ class Given:
             sinks=self.config.get(SINKS) is True or None,
             dtype=str(self.config["dtype"]),
             wire_dtype=self.wire_dtype,
-            phase=phase_named(self.workload, str(self.config["phase"])),
+            phase=str(self.config["phase"]),
             cluster=self.config["cluster"]["name"],
             config=dict(self.config),
         )
@@ -139,12 +139,6 @@ class Given:
             kept |= {"device": devices.kind, "nccl": dict(devices.nccl)}
         kept |= {"alone": self.config["alone"] if mode == "alone" else None, "impl": self.impl, "version": version}
         return records.run_id(kept, measured=mode != "simulate", gpu_packages=_gpu_packages(devices))
-
-
-def phase_named(workload: type[Workload], phase: str) -> str:
-    """The name of the phases that a value of the key `phase` stands for: some workloads have only a forward."""
-    timed = workload.phase_choices.get(phase, ())
-    return timed[0] if len(timed) == 1 else phase
 
 
 def _gpu_packages(devices: Devices | None) -> tuple[str, ...] | None:

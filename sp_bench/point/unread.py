@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from sp_bench.point.mode import Mode
 from sp_bench.resources import CONF
+from sp_bench.workload import WORKLOADS
 
 MEASURED = ("measure", "alone")
 READ_BY: Mapping[str, tuple[str, ...]] = {
@@ -22,11 +23,22 @@ IN_WORDS = {"simulate": "a simulated point", "measure": "a measured point", "alo
 
 def notes(config: Mapping[str, Any], mode: Mode) -> list[str]:
     """A note on the keys that have other values than their defaults and aren't read; none if there are none."""
-    given = {key: value for key in unread(mode.name) if (value := _at(config, key)) != _default(key)}
-    if not given:
-        return []
-    said = ", ".join(f"{key}={_text(value)}" for key, value in given.items())
-    return [f"{IN_WORDS[mode.name]} {SAID} {said}"]
+    workload = str(config["workload"])
+    readers = {IN_WORDS[mode.name]: unread(mode.name), f"workload={workload}": _of_others(workload)}
+    return [f"{who} {SAID} {said}" for who, keys in readers.items() if (said := _given(config, keys))]
+
+
+def _given(config: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """Those of the keys that have other values than their defaults, with these; empty if none has."""
+    given = {key: value for key in keys if (value := _at(config, key)) != _default(key)}
+    return ", ".join(f"{key}={_text(value)}" for key, value in given.items())
+
+
+def _of_others(workload: str) -> list[str]:
+    """The keys of sections that only other workloads read."""
+    sections = {key for kind in WORKLOADS.values() for key in kind.keys} - {*WORKLOADS[workload].keys}
+    found = {name: content for name, content in _defaults().items() if name in sections}
+    return [f"{name}.{key}" for name, content in found.items() if isinstance(content, dict) for key in content]
 
 
 def is_note(text: str) -> bool:

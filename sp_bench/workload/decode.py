@@ -20,7 +20,6 @@ from sp_bench.reading import Count, Section, read
 from sp_bench.records.quantities import DecodeStep
 from sp_bench.workload.attention import Attention
 
-FORWARD = ("forward",)
 NEW_TOKENS, CACHED, CACHED_HERE = 1, 2**17, 2**9
 """New tokens of each sequence and keys of its cache where a config doesn't say; the last on this machine."""
 
@@ -42,7 +41,7 @@ class Decode(Attention):
     """
 
     name: ClassVar[str] = "decode"
-    phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"forward": FORWARD, "forward_backward": FORWARD}
+    phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"forward": ("forward",)}
     keys: ClassVar[tuple[str, ...]] = ("decode",)
     baselines: ClassVar[Mapping[str, str]] = {"ring": "pass_q"}
 
@@ -61,8 +60,8 @@ class Decode(Attention):
 
     @classmethod
     def filled(cls, config: Mapping[str, Any], *, here: bool) -> dict[str, Any]:
-        """One new token a sequence, and a usual cache, where a config has null."""
-        usual = {"seqlen": NEW_TOKENS, "kv_seqlen": CACHED_HERE if here else CACHED}
+        """One new token a sequence, a usual cache, and the only phase that there is, where a config has null."""
+        usual = {"phase": "forward", "seqlen": NEW_TOKENS, "kv_seqlen": CACHED_HERE if here else CACHED}
         return {key: value for key, value in usual.items() if config[key] is None}
 
     @classmethod
