@@ -123,6 +123,20 @@ def _least(choice: Choice, times: Mapping[str, int]) -> float | None:
     return sum(known) if len(known) == len(found) else None
 
 
+def with_sums(traffic: Traffic, within: float) -> Traffic:
+    """The traffic with `within` bytes that each GPU sends for sums inside its tensor-parallel group."""
+    expected = traffic.comm_bytes_expected
+    assert traffic.comm_bytes_per_gpu is not None
+    return replace(
+        traffic,
+        comm_bytes_per_gpu=round(traffic.comm_bytes_per_gpu + within),
+        comm_bytes_busiest_gpu=None,
+        comm_bytes_expected=None if expected is None else round(expected + within),
+        comm_bytes_by_lane=None,
+        comm_bytes_across_nodes_max=None,
+    )
+
+
 def executions(workload: Workload) -> Counter[str]:
     """How often a step executes each plan, by the plan's phase."""
     return sum((Counter(workload.times_executed(phase)) for phase in workload.phases), Counter())

@@ -20,7 +20,7 @@ from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.point.backing import validated
 from sp_bench.point.choose import Choice, DeviceMemoryError, choose, simulated
-from sp_bench.point.counted import counted, rates
+from sp_bench.point.counted import counted, rates, with_sums
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
 from sp_bench.point.simulated import no_longest
@@ -339,13 +339,4 @@ def _with_sums(traffic: Traffic, chunks: Sequence[Chunk], degree: int) -> Traffi
     """The traffic with the sums within tensor-parallel groups."""
     if degree == 1:
         return traffic
-    within, expected = sum(chunk.summed_bytes for chunk in chunks), traffic.comm_bytes_expected
-    assert traffic.comm_bytes_per_gpu is not None
-    return replace(
-        traffic,
-        comm_bytes_per_gpu=round(traffic.comm_bytes_per_gpu + within),
-        comm_bytes_busiest_gpu=None,
-        comm_bytes_expected=None if expected is None else round(expected + within),
-        comm_bytes_by_lane=None,
-        comm_bytes_across_nodes_max=None,
-    )
+    return with_sums(traffic, sum(chunk.summed_bytes for chunk in chunks))

@@ -20,7 +20,7 @@ from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.point.backing import validated
 from sp_bench.point.choose import Choice, DeviceMemoryError, choose
-from sp_bench.point.counted import counted, executions, rates
+from sp_bench.point.counted import counted, executions, rates, with_sums
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import LEAST_STEP, Request
 from sp_bench.records import Record
@@ -335,17 +335,7 @@ def _layer(
 
 def _traffic(traffic: Traffic, costs: TrainingCosts, by_link: dict[str, float]) -> Traffic:
     """The traffic of a step, with the sums within tensor-parallel groups."""
-    within, expected = _tensor_bytes(costs), traffic.comm_bytes_expected
-    assert traffic.comm_bytes_per_gpu is not None
-    return replace(
-        traffic,
-        comm_bytes_per_gpu=round(traffic.comm_bytes_per_gpu + within),
-        comm_bytes_busiest_gpu=None,
-        comm_bytes_expected=None if expected is None else round(expected + within),
-        comm_bytes_by_lane=None,
-        comm_bytes_across_nodes_max=None,
-        comm_bytes_by_link=by_link,
-    )
+    return replace(with_sums(traffic, _tensor_bytes(costs)), comm_bytes_by_link=by_link)
 
 
 def _tensor_bytes(costs: TrainingCosts) -> float:
