@@ -122,6 +122,7 @@ def answers(
             for i, name in asked:
                 (point,) = composer.points(for_method(questions[i].overrides, name), sweep=False)
                 configs.append(composer.compose(point))
+                _refuse_decode(configs[-1])
                 yield configs[-1]
 
         found: dict[int, Answer] = {}
@@ -137,6 +138,14 @@ def answers(
         here.feasible = [each for each in here.feasible if each.method.name not in here.refused]
         here.feasible.sort(key=lambda each: each.time.step_ms)
     return [found[i] for i in range(len(questions))]
+
+
+def _refuse_decode(config: Mapping[str, Any]) -> None:
+    """Raise RequestError for a model that is there for its decode steps."""
+    if config["workload"] == "decode":
+        rule = "is the shape of a decode step (workload=decode), and advice is about whole sequences"
+        works = "with heads, kv_heads, head_dim and v_head_dim in its place it would work"
+        raise RequestError(f"head_dim={config['head_dim']}, kv_heads={config['kv_heads']} of such a model", rule, works)
 
 
 def _tried(config: Mapping[str, Any]) -> Feasible | RequestError:

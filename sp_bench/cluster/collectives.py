@@ -51,13 +51,13 @@ class Protocol(NamedTuple):
     alone_s: float
     """A step over the network between members that are alone on their nodes."""
     rate_share: float
-    most_bytes_per_s: tuple[float, float]
-    """Inside a node, and over several (llMaxBws of Hopper, and of Intel's CPUs)."""
+    most_bytes_per_s: tuple[float, float, float]
+    """Inside a node, over two, and over more (llMaxBws: of Hopper's GPUs, and of nodes with Intel's CPUs)."""
 
 
 PROTOCOLS = (
-    Protocol("ring LL", 6.6e-6, 0.6e-6, 1e-6, 2.7e-6, 5e-6, 0.5, (141e9, 20.4e9)),
-    Protocol("ring LL128", 14e-6, 1.9e-6, 1.9e-6, 4e-6, 8.5e-6, 0.92, (math.inf, math.inf)),
+    Protocol("ring LL", 6.6e-6, 0.6e-6, 1e-6, 2.7e-6, 5e-6, 0.5, (141e9, 39e9, 20.4e9)),
+    Protocol("ring LL128", 14e-6, 1.9e-6, 1.9e-6, 4e-6, 8.5e-6, 0.92, (math.inf, math.inf, math.inf)),
 )
 NVLS_S = 25e-6
 """NCCL's latency of NVLS (hwLat, Simple)."""
@@ -177,7 +177,7 @@ def _small(group: Group, network: Network) -> list[Algorithm]:
         inside_s = np.where(several, max(protocol.inside_s, protocol.beside_network_s), protocol.inside_s)
         across_s = np.where(placed.on_node == 1, protocol.alone_s, protocol.across_s)
         steps_s = (group.size - placed.nodes) * inside_s + (placed.nodes - 1) * across_s
-        cap = protocol.most_bytes_per_s[bool(several.any())]
+        cap = protocol.most_bytes_per_s[min(int(placed.nodes.max()), 3) - 1]
         found.append(Algorithm(protocol.name, ring.flows, protocol.begin_s + steps_s, protocol.rate_share, cap))
     return found
 

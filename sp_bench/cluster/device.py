@@ -345,9 +345,10 @@ class DeviceCosts:
 
     def merge_s(self, problem: Problem, tensor: Tensor, parts: int) -> float:
         """Seconds of merging the partials that a reduce-scatter brings into one: each is read once, the result written,
-        in the wire dtype. It is one kernel for outputs, and two for each gradient."""
-        launches = 1 if tensor.is_output else 2 * len(tensor.fields)
-        moved = (parts + 1) * sum(problem.field_bytes(field, wire=True) for field in tensor.fields)
+        in the wire dtype. It is one kernel for outputs, and two for each gradient: the rank's own place is set to zero,
+        and added with the others."""
+        launches, more = (1, 1) if tensor.is_output else (2 * len(tensor.fields), 3)
+        moved = (parts + more) * sum(problem.field_bytes(field, wire=True) for field in tensor.fields)
         merged_s = self._memory_s(moved, self.fold_bytes_per_s if tensor.is_output else self.sum_bytes_per_s)
         return merged_s + (launches - 1) * self.launch_s
 

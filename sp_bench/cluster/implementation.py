@@ -25,7 +25,7 @@ class Implementation(Section, frozen=True, kw_only=True):
     joins_blocks: bool = False
     """Whether blocks of one query chunk with nothing to wait for between them are one kernel call, merged once."""
     merges_at_once: bool = False
-    """Whether all partials that a reduce-scatter brings are merged by one kernel, and packed by one before it."""
+    """Whether all partials that a reduce-scatter brings are merged by one kernel, and packed by one for each dtype."""
     adds_narrow: bool = False
     """Whether reduce-scatters add gradients in the dtype that is sent, as NCCL does, which rounds at every hop."""
     host_s_per_block: NotNegative = 0.0

@@ -248,6 +248,14 @@ class Topology(Section, frozen=True, kw_only=True):
         shared = inter.bytes_per_s * (inter.nics_per_node or g) / g
         return inside, min(shared / (self.fabric.oversubscription if self.fabric else 1), inter.flow_bytes_per_s)
 
+    @property
+    def shares_links(self) -> str:
+        """The links that several GPUs have together, in words; empty where each has its own port and NIC."""
+        intra, nics = self.intra, self.inter.nics_per_node if self.inter else None
+        found = [f"intra.kind={type(intra).__struct_config__.tag}"] if type(intra) is not Switch else []
+        found += [f"inter.nics_per_node={nics}"] if nics and nics < (self.gpus_per_node or nics + 1) else []
+        return ", ".join(found + (["fabric"] if self.fabric and self.fabric.oversubscription > 1 else []))
+
     def between(self, g: int) -> list[Level]:
         """The shared links between nodes of g GPUs, from the NICs up."""
         if not self.inter:

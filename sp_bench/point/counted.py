@@ -38,14 +38,15 @@ def counted(request: Request, choice: Choice | None) -> Counted:
     problem, method = choice.problem, choice.method
     tile_a, tile_b = method.tile_shape(problem.n) or (None, None)
     chunks = choice.chunks
+    padded = [each.problem.padded for each in chunks if each.problem.padded]
     setup = replace(
         request.setup(),
         layout=problem.layout.name,
         tile_a=tile_a,
         tile_b=tile_b,
         variant=_variant(chunks) or None,
-        padded_heads=problem.padded.heads if problem.padded else None,
-        padded_kv_heads=problem.padded.kv_heads if problem.padded else None,
+        padded_heads=max((one.heads for one in padded), default=None),
+        padded_kv_heads=max((one.kv_heads for one in padded), default=None),
         work_imbalance=account.work_imbalance([(next(iter(each.plans.values())), each.problem) for each in chunks]),
         work_imbalance_lower_bound=account.least_imbalance(problem),
         candidates=None if choice.earlier else choice.candidates,

@@ -328,7 +328,7 @@ def _held(prompt: _Prompt, choice: Choice) -> _Held:
         if not costs:
             found.append(_Held(attention, attention))
             continue
-        cache = layer_cache_bytes(problem)
+        cache = layer_cache_bytes(replace(problem, padded=None))
         transient = max(attention - cache + costs.hidden_bytes, costs.activations_bytes)
         peak = costs.parameters_bytes + prompt.workload.layers * cache + transient
         found.append(_Held(peak, attention, costs.parameters_bytes, costs.activations_bytes))

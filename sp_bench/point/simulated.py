@@ -24,6 +24,7 @@ from sp_bench.records.timeline import SimulatedTimeline
 from sp_bench.simulate import WAITING, simulate
 from sp_bench.simulate.beside import alone_s, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
+from sp_bench.workload.attention import Attention
 
 
 def outcome(request: Request) -> Outcome:
@@ -46,7 +47,10 @@ def phases_ms(request: Request, cluster: Cluster) -> dict[str, float]:
     Raises RequestError as least_compute_s does.
     """
     choice = choose(request)
-    return {name: 1e3 * simulate(plan, choice.problem, cluster).makespan_s for name, plan in choice.plans.items()}
+    return {
+        name: 1e3 * (simulate(plan, choice.problem, cluster).makespan_s + _summed_s(request, name, cluster))
+        for name, plan in choice.plans.items()
+    }
 
 
 def longest(request: Request) -> int:
@@ -68,7 +72,7 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
     choice = choose(request)
     check_all(choice.plans, choice.problem)
     plans = counted(request, choice)
-    times_ms = {p: 1e3 * (run.makespan_s + _summed_s(request, p)) for p, run in choice.runs.items()}
+    times_ms = {p: 1e3 * (run.makespan_s + _summed_s(request, p, request.cluster)) for p, run in choice.runs.items()}
     step_ms = sum(times_ms.values())
     validation = validated(request, choice)
     times = Timing(
@@ -97,14 +101,16 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
         plans.memory,
     )
     notes = [*request.notes, *request.cluster.notes(choice.problem)]
+    if isinstance(request.workload, Attention) and request.workload.sinks:
+        notes.append("a pass over outputs, by which sinks enter them, and one for their gradient are not simulated")
     status = "incorrect" if plans.wrong else "ok"
     return request.record(status, plans.wrong or None, *parts, notes=notes), choice
 
 
-def _summed_s(request: Request, phase: str) -> float:
+def _summed_s(request: Request, phase: str, cluster: Cluster) -> float:
     """Seconds of what ranks sum after a phase, the gradient of sinks, by a ring that nothing hides."""
     n, sent = request.problem.n, sum(request.workload.sent_otherwise(phase, request.problem).values())
-    return alone_s([request.cluster.network(n, idle=True)], n, sent, 2 * (n - 1))
+    return alone_s([cluster.network(n, idle=True)], n, sent, 2 * (n - 1))
 
 
 def _setup(request: Request, choice: Choice, setup: Setup, validation: Validation) -> Setup:

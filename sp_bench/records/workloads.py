@@ -37,7 +37,8 @@ def workload_id(record: Mapping[str, Any]) -> str:
     mask += "-sinks" if record.get("sinks") else ""
     named = ("heads", "kv_heads", "head_dim", *(["v_head_dim"] if record.get("v_head_dim") else []))
     heads = ":".join(str(record[key]) for key in named)
-    heads += ":latent" if record.get("latent_keys") else ""
+    asked = ((record.get("config") or {}).get("decode") or {}).get("latent")  # a record that failed has it there alone
+    heads += ":latent" if record.get("latent_keys") or (record["workload"] == "decode" and asked) else ""
     keys = f":{record['kv_seqlen']}" if record.get("kv_seqlen") else ""
     size = f"{record['seqlen']}{keys}x{record['batch']}"
     model = model_in_words(record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -103,7 +103,7 @@ class Blocks:
             [int(block.q.owner(self._rank)) for block in ordered], int(kv.owner(self._rank))
         )
         sums = [self._sums.of(block.o) for block in ordered]
-        ends = [0, *accumulate(into.shapes[0][1] for into in sums)]
+        sizes = [into.shapes[0][1] for into in sums]
         alike = _alike_in_a_row(regions)
         windows = [] if alike else [_runs_of(window) for window in self._calls(regions)]
 
@@ -130,8 +130,8 @@ class Blocks:
                         into.index_copy_(dim, window.q, x)
             run.lap(KERNELS)
             run.see(k, v, out, lse)
-            for into, first, last in zip(sums, ends, ends[1:], strict=False):
-                held.partials.add_output(into, out[:, first:last], lse[:, :, first:last].contiguous())
+            for into, part, part_lse in zip(sums, out.split(sizes, dim=1), _apart(lse, sizes), strict=True):
+                held.partials.add_output(into, part, part_lse)
             run.lap(FOLDS)
 
         return attend
@@ -413,6 +413,13 @@ def _runs_of(window: Window) -> Window:
         return window
     q, kv = _run([region.q for region in window.kind.regions]), _run([region.kv for region in window.kind.regions])
     return Window(window.q if q is None else q, window.kv if kv is None else kv, window.kind)
+
+
+def _apart(lse: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """lse_BHS in parts of so many rows, each contiguous: copied by one call where all have as many."""
+    if len(set(sizes)) > 1:
+        return [part.contiguous() for part in lse.split([*sizes], dim=2)]
+    return lse.unflatten(2, (len(sizes), sizes[0])).permute(2, 0, 1, 3).contiguous().unbind()
 
 
 def _run(runs: Sequence[range]) -> range | None:

@@ -238,11 +238,21 @@ class Partials:
 
 
 def copy(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy and cast all tensors by one call."""
-    if len(into) == 1:
-        into[0].copy_(tensors[0])
-    else:
-        torch._foreach_copy_([*into], [*tensors])  # pyright: ignore[reportPrivateImportUsage]
+    """Copy and cast all tensors, by one call for those of the same dtypes.
+
+    torch's call for several takes all for what the first is: until 2.11 it wrote statistics in the dtype of outputs
+    (github pytorch/pytorch issue 173383).
+    """
+    alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for x, y in zip(into, tensors, strict=True):
+        targets, sources = alike.setdefault((x.dtype, y.dtype), ([], []))
+        targets.append(x)
+        sources.append(y)
+    for targets, sources in alike.values():
+        if len(targets) == 1:
+            targets[0].copy_(sources[0])
+        else:
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def tokens_of(x: Tensor, rows: Rows) -> Tensor:

@@ -58,12 +58,21 @@ class BlockCosts:
             return self._gathered_folds_s(index, op)[ranks]
         into = [chunk for chunk in op.writes if chunk not in merged]
         if isinstance(self._problem.blocks, CacheBlocks):  # one result for all rows of each
-            starts = [
-                (chunk.tensor, self._flow.starts(index, chunk), chunk not in self._lowering.unsummed) for chunk in into
-            ]
-            return np.full(ranks.size, sum(float(self._fold_s(*each)[0]) for each in starts))
+            folds_s = sum(
+                float(self._fold_s(c.tensor, self._flow.starts(index, c), c not in self._lowering.unsummed)[0])
+                for c in into
+            )
+            return np.full(ranks.size, folds_s + self._apart_s(len(into)))
         fresh = {chunk for chunk in into if self._flow.starts(index, chunk)}
         return self._by_union(op, ranks, lambda calls: sum(self._folds_of(op, calls, c, c in fresh) for c in into))
+
+    def _apart_s(self, chunks: int) -> float:
+        """Seconds of cutting the statistics of a decode step's rows into those of chunks: a copy where all have as many
+        rows, else one of each; none of a single head."""
+        problem = self._problem
+        if problem.kv_heads == 1 or chunks < 2:
+            return 0.0
+        return self._device.launch_s * (1 if problem.seqlen % problem.n == 0 else chunks)
 
     def with_folds_s(self, index: int, op: Attend | AttendBackward, merged: Container[Chunk]) -> np.ndarray:
         """Seconds of a block and of folding its results into all chunks but those that are `merged` already, by class

@@ -200,8 +200,9 @@ class OperationCosts:
         if isinstance(op, ReduceScatter):
             by_field = messages(op, self._problem, 0)[0] if op.group.size > 1 else {}
             others, sent = op.group.size - 1, sum(by_field.values())
-            at_once = self._device.implementation.merges_at_once
-            return self._device.copy_s(others * sent) if at_once else others * self._device.copy_s(sent)
+            if not self._device.implementation.merges_at_once:
+                return others * self._device.copy_s(sent)
+            return self._device.copy_s(others * sent) + op.tensor.has_statistics * self._device.launch_s
         if op.against:
             return self._cut_s(index, op, ranks)
         cast_s = self._cast_s(op.tensor, op.send not in self._lowering.unsummed)

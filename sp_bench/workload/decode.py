@@ -91,13 +91,15 @@ class Decode(Attention):
             lengths = (cached,) * shape["batch"]
         else:
             rule = f"a new token sees all that is cached of its sequence, in workload={cls.name}"
-            raise RequestError(f"mask={mask.name}", rule, "mask=causal, or mask=document with data, would work")
+            works = "mask=causal, or mask=document with data, causal and without a window, would work"
+            raise RequestError(f"mask={mask.name}", rule, works)
         caches = Caches(lengths, new, share)
         caches.refuse_ranks(n)
-        latent = read(DecodeSection, config["decode"], "decode").latent
-        if latent and shape["kv_heads"] > 1:
-            rule = "all query heads share the one head of latent keys"
-            raise RequestError(f"decode.latent=true, kv_heads={shape['kv_heads']}", rule, "kv_heads=1 would work")
+        section = read(DecodeSection, config["decode"], "decode")
+        latent, kv_heads = section.latent, section.tensor_parallel * shape["kv_heads"]
+        if latent and kv_heads > 1:
+            rule = "all query heads share the one head of latent keys, which GPUs can't split"
+            raise RequestError(f"decode.latent=true, kv_heads={kv_heads}", rule, "kv_heads=1 would work")
         heads = {"heads": shape["kv_heads"], "batch": 1, "latent": latent}
         return {**shape, **heads, "seqlen": caches.seqlen, "kv_seqlen": caches.kv_seqlen}, caches
 
@@ -121,7 +123,14 @@ class Decode(Attention):
             raise RequestError(f"decode.tensor_parallel={self.degree}", rule, "mode=simulate would work")
 
     def cluster_of(self, cluster: Cluster, gpus: int) -> Cluster:
-        """The first GPUs of all groups that share heads, which are consecutive."""
+        """The first GPUs of all groups that share heads, which are consecutive.
+
+        Raises RequestError where other GPUs of a group would use the same links, as they are not simulated.
+        """
+        shared = cluster.topology.shares_links
+        if self.degree > 1 and shared:
+            rule = f"has GPUs of a group in turn on what cluster={cluster.name} has once for several: {shared}"
+            raise RequestError(f"decode.tensor_parallel={self.degree}", rule, "1, or a NIC for each GPU, would work")
         return cluster.tensor_parts(gpus, self.degree)[0]
 
     def tokens(self, problem: Problem) -> int:

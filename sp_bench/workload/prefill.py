@@ -92,9 +92,9 @@ class Prefill(Workload):
 
         Raises RequestError where kv_seqlen is given too, and for a mask of documents.
         """
-        if asked is not None:
+        if asked is not None or config["kv_seqlen"] is not None:
             rule = "workload=prefill counts its keys itself: what is cached, and the prompt"
-            raise RequestError(f"kv_seqlen={asked}", rule, "kv_seqlen=null prefill.cached=64k would work")
+            raise RequestError(f"kv_seqlen={asked or seqlen}", rule, "kv_seqlen=null prefill.cached=64k would work")
         _refuse_mask(str(config["mask"]), CAUSAL.name, FULL.name)  # causal=false, which is full, is read later
         cached = _chunking(config).cached
         return seqlen + cached if cached else None

@@ -12,10 +12,10 @@ from hypothesis import given
 from sp_bench.lower import GLOO, lower
 from sp_bench.lower.early import previous_on_lane
 from sp_bench.methods import build
-from sp_bench.plan import AllToAll, Attend, AttendBackward, Chunk, Fold, Fused, Gathered, Pass, Plan, Problem
+from sp_bench.plan import AllToAll, Attend, AttendBackward, Chunk, Fold, Gathered, Pass, Plan, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
-from sp_bench.plan.ops import Transfer
+from sp_bench.plan.ops import Fused, Transfer
 from sp_bench.plan.regions import RegionKind
 from sp_bench.plan.transfers import peers
 from tests.support.problems import Planned, plans, small_problem, splittable_problem

@@ -61,6 +61,21 @@ def test_what_is_refused(overrides: str, message: str) -> None:
         point(*STEP, "method=pass_q", *overrides.split())
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            "cluster=a10_pcie decode.tensor_parallel=2",
+            "decode.tensor_parallel=2: has GPUs of a group in turn .*a10_pcie",
+        ),
+        ("model=deepseek_v3 kv_heads=2 decode.tensor_parallel=2", "kv_heads=2: all query heads share the one head"),
+    ],
+)
+def test_groups_that_share_heads_must_be_alike(overrides: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        point(*STEP, "method=helix", *overrides.split())
+
+
 def test_what_only_simulations_have() -> None:
     with pytest.raises(RequestError, match="decode.tensor_parallel=2: is simulated only"):
         point(*SMALL, "gpus=2", "method=helix", "decode.tensor_parallel=2", "mode=measure")
