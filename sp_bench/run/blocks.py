@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -416,10 +416,15 @@ def _runs_of(window: Window) -> Window:
 
 
 def _apart(lse: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """lse_BHS in parts of so many rows, each contiguous: copied by one call where all have as many."""
-    if len(set(sizes)) > 1:
-        return [part.contiguous() for part in lse.split([*sizes], dim=2)]
-    return lse.unflatten(2, (len(sizes), sizes[0])).permute(2, 0, 1, 3).contiguous().unbind()
+    """lse_BHS in parts of so many rows, each contiguous: a copy for each run of parts of one size."""
+    found: list[Tensor] = []
+    first = 0
+    for size, alike in groupby(sizes):
+        count = len([*alike])
+        run = lse.narrow(2, first, count * size).unflatten(2, (count, size))
+        found += run.permute(2, 0, 1, 3).contiguous().unbind()
+        first += count * size
+    return found
 
 
 def _run(runs: Sequence[range]) -> range | None:

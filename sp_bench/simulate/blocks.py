@@ -67,12 +67,13 @@ class BlockCosts:
         return self._by_union(op, ranks, lambda calls: sum(self._folds_of(op, calls, c, c in fresh) for c in into))
 
     def _apart_s(self, chunks: int) -> float:
-        """Seconds of cutting the statistics of a decode step's rows into those of chunks: a copy where all have as many
-        rows, else one of each; none of a single head."""
+        """Seconds of cutting the statistics of a decode step's rows into those of chunks: a copy for chunks of one
+        size, of which there are two at most, and none for a single head."""
         problem = self._problem
         if problem.kv_heads == 1 or chunks < 2:
             return 0.0
-        return self._device.launch_s * (1 if problem.seqlen % problem.n == 0 else chunks)
+        rows, longer = divmod(problem.seqlen, problem.n)
+        return self._device.launch_s * ((rows > 0) + (longer > 0))
 
     def with_folds_s(self, index: int, op: Attend | AttendBackward, merged: Container[Chunk]) -> np.ndarray:
         """Seconds of a block and of folding its results into all chunks but those that are `merged` already, by class
