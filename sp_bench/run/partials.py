@@ -243,6 +243,15 @@ def copy(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     torch's call for several takes all for what the first is: until 2.11 it wrote statistics in the dtype of outputs
     (github pytorch/pytorch issue 173383).
     """
+    if len(into) == 1:
+        into[0].copy_(tensors[0])
+    elif len(into) == 2 and into[0].dtype == into[1].dtype and tensors[0].dtype == tensors[1].dtype:  # most of all
+        torch._foreach_copy_((into[0], into[1]), (tensors[0], tensors[1]))  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        _copy_by_dtype(into, tensors)
+
+
+def _copy_by_dtype(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for x, y in zip(into, tensors, strict=True):
         targets, sources = alike.setdefault((x.dtype, y.dtype), ([], []))

@@ -145,7 +145,10 @@ def test_help_is_light(tmp_path: Path) -> None:
         ("phase=backwards", "phase=backwards: there is no such phase; did you mean backward.*forward_backward"),
         ("workload=prefill prefill.chunk=2M", "prefill.chunk=2097152: is longer than the prompt, seqlen=1048576"),
         ("workload=prefill train.offload=true", "train.offload=true: is about training, and"),
-        ("workload=prefill method=peer impl=ring_flash_attn", "method=peer impl=ring_flash_attn: workload=prefill"),
+        (
+            "workload=prefill method=peer impl=torch_context_parallel",
+            "method=peer impl=torch_context_parallel: workload=prefill",
+        ),
         ("workload=training", "workload=training: there is no such workload; .*known: attention"),
         ("mode=measured", "mode=measured: there is no such mode; did you mean measure"),
         ("mode=measure", "mode=measure on cluster=h100_ndr400: this machine has"),
