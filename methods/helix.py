@@ -21,7 +21,7 @@ from fractions import Fraction
 from typing import ClassVar
 
 from sp_bench.methods.dcp import DCP
-from sp_bench.plan import O, Problem, Tensor, has_caches
+from sp_bench.plan import O, Problem, Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Helix(DCP):
 
     def dealt(self, problem: Problem) -> Problem:
         """The problem with all queries on all ranks, if it is a decode step."""
-        return replace(super().dealt(problem), queries_everywhere=has_caches(problem))
+        return replace(super().dealt(problem), queries_everywhere=problem.decodes)
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """n - 1 chunks of O in a decode step; elsewhere DCP's."""

@@ -194,7 +194,7 @@ def least_bytes(problem: Problem, phase: str) -> float | None:
     attention with as many key heads as heads, n or more, it is between n / (n + 1) and 1 of what
     DeepSpeed-Ulysses sends.
     """
-    if not problem.mask.sends_unseen or isinstance(problem.blocks, CacheBlocks):
+    if not problem.mask.sends_unseen or problem.decodes:
         return None
     n, g, whole = problem.n, problem.heads // problem.kv_heads, problem.in_one_slice
 

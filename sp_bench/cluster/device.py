@@ -11,21 +11,19 @@ from typing import Annotated, Any, Self
 import numpy as np
 from msgspec import Meta
 
+from sp_bench.cluster import decoding
 from sp_bench.cluster.head_dims import Padded, padded
 from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.kernel_table import KernelTable, Rates
 from sp_bench.cluster.variable import FLOPS_PER_PAIR, Kernel, blocks_s, joined_s
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.caches import CacheBlocks, Caches
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.intervals import Sizes
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.plan.regions import Region, RegionKind
-from sp_bench.plan.tensors import KV, OUT, Kind, Q, Tensor
+from sp_bench.plan.tensors import Kind, Tensor
 from sp_bench.reading import Count, NotNegative, Positive, Section, figure, read
 
-ROWS_OF_A_TILE = 64
-"""Rows that a kernel for decoding multiplies at once, filled or not: those of Hopper's matrix instructions."""
 FORMS = ("PCIe", "NVL")
 """Forms of one GPU model, with different clocks and peaks."""
 
@@ -150,7 +148,6 @@ class DeviceCosts:
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError for a dtype or head_dim without kernel rates."""
         known = [table for table in self.tables if problem.dtype in table.dtypes]
-        decodes = isinstance(problem.mask, Caches)  # whose time is that of reads, for any width
         if not known:
             dtypes = dict.fromkeys(dtype for table in self.tables for dtype in table.dtypes)
             raise RequestError(
@@ -158,7 +155,8 @@ class DeviceCosts:
                 f"there are no kernel figures for it on {self.name}, so that it can't be simulated there",
                 f"one of {', '.join(dtypes)} would work",
             )
-        if not decodes and not any(table.fits(problem) for table in known) and not padded(known, problem):
+        fits = any(table.fits(problem) for table in known) or padded(known, problem)
+        if not (fits or problem.decodes):  # the time of a decode step is that of reads, for any width
             head_dims = " or ".join(map(str, sorted({table.head_dim for table in known})))
             raise RequestError(
                 f"head_dim={problem.head_dim}",
@@ -189,9 +187,9 @@ class DeviceCosts:
             notes.append(table.note())
         elif table.figures == "assumed":
             notes.append(f"the kernel rates of {self.name} are assumptions, at least in part")
-        if problem.v_head_dim and not isinstance(problem.blocks, CacheBlocks):
+        if problem.v_head_dim and not problem.decodes:
             notes.append(f"values of {problem.v_head_dim} are padded, and take as long as values of {problem.head_dim}")
-        if isinstance(problem.blocks, CacheBlocks):
+        if problem.decodes:
             rate = f"{self.memory_bytes_per_s / 1e12:.3g} TB/s"
             tflops = self._decoded_flops_per_s(problem) / 1e12
             notes.append(
@@ -225,8 +223,8 @@ class DeviceCosts:
         blocks = problem.blocks
         if isinstance(blocks, PackBlocks):
             return self._pack_s(problem, phase, blocks)
-        if isinstance(blocks, CacheBlocks):
-            return np.concatenate([self.caches_s(problem, [q]) for q in range(blocks.n)])
+        if problem.decodes:
+            return np.concatenate([self.caches_s(problem, [q]) for q in range(problem.n)])
         classes = map(blocks.regions_of, range(blocks.classes))
         return np.array([self.regions_s(problem, phase, regions) for regions in classes])
 
@@ -253,15 +251,9 @@ class DeviceCosts:
 
     def caches_s(self, problem: Problem, queries: Sequence[int] | np.ndarray) -> np.ndarray:
         """Seconds of a decode step's kernel call for the rows of some chunks, of all sequences: (n,), by the chunk of
-        keys that they see.
-
-        A call reads the keys and values of every sequence once, for all of its rows, and takes as long as that or as
-        its matrix products, whichever is longer. These are of tiles of rows, of which a sequence fills one or more. A
-        long cache is cut into parts that several multiprocessors compute, which a second kernel puts together
-        (FlashDecoding, Dao et al. 2023).
-        """
+        keys that they see (cluster.decoding)."""
         reads_s, products_s = self._decoded_s(problem, queries)
-        return np.where(reads_s > 0, 2 * self.launch_s + np.maximum(reads_s, products_s), 0.0)
+        return np.where(reads_s > 0, decoding.KERNELS * self.launch_s + np.maximum(reads_s, products_s), 0.0)
 
     def reads_bind(self, problem: Problem) -> bool:
         """Whether reads of caches take longer than products in a decode step's call for all rows."""
@@ -269,17 +261,8 @@ class DeviceCosts:
         return bool(reads_s.max() >= products_s.max())
 
     def _decoded_s(self, problem: Problem, queries: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of the reads, and of the matrix products, of a call for some chunks' rows: (n,) each, by chunk of
-        keys."""
-        blocks = problem.blocks
-        assert isinstance(blocks, CacheBlocks), "only a decode step has caches"
-        rows, seen = blocks.work(queries)
-        row_bytes = problem.token_bytes(Q.fields[0], wire=False) + problem.token_bytes(OUT.fields[0], wire=False)
-        key_bytes = sum(problem.token_bytes(field, wire=False) for field in KV.fields)
-        read = seen.sum(axis=0)
-        moved = read * key_bytes + (read > 0) * rows.sum() * row_bytes
-        tiles = -(-rows // ROWS_OF_A_TILE) * ROWS_OF_A_TILE
-        flops = 2.0 * (tiles @ seen) * problem.kv_heads * (problem.head_dim + problem.value_dim)
+        """Seconds of the reads, and of the matrix products, of such a call: (n,) each."""
+        moved, flops = decoding.work(problem, queries)
         return moved / self.memory_bytes_per_s, flops / self._decoded_flops_per_s(problem)
 
     def _decoded_flops_per_s(self, problem: Problem) -> float:

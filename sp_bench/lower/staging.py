@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 
 from sp_bench.lower.transports import TransportKind
 from sp_bench.plan import casts
-from sp_bench.plan.caches import CacheBlocks
 from sp_bench.plan.dataflow import Value, dataflow
 from sp_bench.plan.ops import AllToAll, Block, Chunk, Fused, Op, Pass, Plan, ReduceScatter, RowCollective, Transfer
 from sp_bench.plan.problem import Problem
@@ -186,7 +185,7 @@ def _makes_all(op: Op, problem: Problem) -> bool:
 
 def _is_one_call(op: Fused, problem: Problem) -> bool:
     """Whether fused blocks are one kernel call on every rank: all of some queries with all of some keys."""
-    if isinstance(problem.blocks, CacheBlocks):
+    if problem.decodes:
         return True
     of_classes = (problem.blocks.regions_of(kind) for kind in range(problem.blocks.classes))
     kinds = {region.kind for regions in of_classes for region in regions}

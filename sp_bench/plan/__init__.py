@@ -4,7 +4,7 @@ from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.casts import members_seen, refuse_other_keys, rows_seen_elsewhere
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.dealers import DEALERS, Dealt
-from sp_bench.plan.fuse import has_caches, one_block
+from sp_bench.plan.fuse import one_block
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.method import OPEN_LAYOUTS, CollectiveMethod, Method, ScheduleTime, Sized, SplitsHeads
@@ -87,7 +87,6 @@ __all__ = [
     "Tensor",
     "all_gather",
     "divisors",
-    "has_caches",
     "inner",
     "line_of",
     "members_seen",

@@ -21,7 +21,6 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
-from sp_bench.plan.caches import Caches
 from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.ops import Attend, AttendBackward, Chunk, Fused, Op, Plan, Transfer
 from sp_bench.plan.problem import Problem
@@ -70,14 +69,9 @@ def one_block(blocks: Sequence[Single], problem: Problem) -> list[Op]:
     Each of their query chunks must have a block with each of their key chunks. A decode step's are one kernel call for
     variable lengths, whatever its chunks.
     """
-    if len(blocks) > 1 and (has_caches(problem) or fusible(problem)):
+    if len(blocks) > 1 and (problem.decodes or fusible(problem)):
         return [Fused(tuple(blocks))]  # pyright: ignore[reportArgumentType, reportReturnType]  # all of one phase
     return [*blocks]
-
-
-def has_caches(problem: Problem) -> bool:
-    """Whether a problem is a decode step (plan.caches)."""
-    return isinstance(problem.mask, Caches)
 
 
 class Slots:

@@ -89,7 +89,7 @@ class Problem:
             rule = f"kernels pad values to the width of keys, head_dim={self.head_dim}"
             raise RequestError(f"v_head_dim={self.v_head_dim}", rule, f"v_head_dim={self.head_dim} or less would work")
         self.mask.refuse(self.seqlen, self.kv_seqlen)
-        if not isinstance(self.mask, Caches):  # which refuse ranks without keys, and may have few rows
+        if not self.decodes:  # caches refuse ranks without keys, and may have few rows
             self.queries.refuse()
             self.keys.refuse("kv_seqlen")
         assert self.head_slices % self.query_parts == 0, "every slice of the key heads has as many of the query heads"
@@ -115,6 +115,11 @@ class Problem:
     def padded_kv_heads(self) -> int:
         """Key heads that chunks have: `kv_heads`, and the copies and those of zeros that a method adds."""
         return self.padded.kv_heads if self.padded else self.kv_heads
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is a decode step (plan.caches)."""
+        return isinstance(self.mask, Caches)
 
     @property
     def value_dim(self) -> int:

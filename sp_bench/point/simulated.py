@@ -11,7 +11,6 @@ from sp_bench import account, draw
 from sp_bench.check import check_all
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
-from sp_bench.plan.fuse import has_caches
 from sp_bench.plan.ops import BLOCKS
 from sp_bench.point.backing import Validation, validated
 from sp_bench.point.choose import Choice, choose
@@ -124,14 +123,15 @@ def _bounds(request: Request, choice: Choice) -> tuple[dict[str, float], float, 
     """(bytes across each class of links per GPU, a lower bound on the step in ms, what sets most of the bound)."""
     network = request.cluster.network(choice.problem.n)
     by_name: dict[str, float] = {}
-    crossed, decodes = np.zeros(network.link_bytes_per_s.size), has_caches(choice.problem)
+    crossed = np.zeros(network.link_bytes_per_s.size)
+    reads = choice.problem.decodes and request.cluster.device.reads_bind(choice.problem)
     for phase, run in choice.runs.items():
         plan = choice.plans[phase]
         crossing = link_bytes(network, account.traffic(plan, choice.problem, request.cluster))
         bounds_s = lower_bounds(
             plan, choice.problem, request.cluster, crossing, request.cluster.least_compute_s(run.work_s)
         )
-        if decodes and request.cluster.device.reads_bind(choice.problem):
+        if reads:
             bounds_s = {"memory" if key == "compute" else key: seconds for key, seconds in bounds_s.items()}
         name = max(bounds_s, key=lambda key: bounds_s[key])
         by_name[name] = by_name.get(name, 0.0) + bounds_s[name]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sp_bench.kernels import BlockKernel
-from sp_bench.kernels.contract import empty_output
 from sp_bench.kernels.fold import in_dtype
 from sp_bench.kernels.pieces import Pieces, calls
 from sp_bench.kernels.row_sums import projection, row_sums
-from sp_bench.plan.caches import CacheBlocks
 from sp_bench.plan.casts import keys_of
 from sp_bench.plan.dataflow import row_sums_released
 from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Fused, Gathered, Op, Place, Plan, RowSums
@@ -24,6 +21,7 @@ from sp_bench.plan.regions import RegionKind, Regions
 from sp_bench.plan.tensors import ODOQ
 from sp_bench.plan.union import Pieces as UnionPieces
 from sp_bench.plan.union import kernel_calls
+from sp_bench.run.caches import attend_caches
 from sp_bench.run.execution import FOLDS, KERNELS, REST, WAITS, Execution
 from sp_bench.run.fused import cut, end_to_end, operands
 from sp_bench.run.holdings import Holdings
@@ -91,53 +89,10 @@ class Blocks:
         return None
 
     def _of_caches(self, *blocks: Attend | AttendBackward) -> Perform:
-        """The call of blocks of a decode step with the same keys: the results of all of their rows are made together.
-
-        Rows of several chunks lie end to end, in the order of their owners, so that a sequence's keys are read once.
-        """
-        problem, kernel, (kv,) = self._problem, self._kernel, {block.kv for block in blocks}
-        attends = [block for block in blocks if isinstance(block, Attend)]
-        assert len(attends) == len(blocks) and isinstance(problem.blocks, CacheBlocks), "a decode step has no backward"
-        ordered = sorted(attends, key=lambda block: int(block.q.owner(self._rank)))
-        regions = problem.blocks.regions_between(
-            [int(block.q.owner(self._rank)) for block in ordered], int(kv.owner(self._rank))
-        )
-        sums = [self._sums.of(block.o) for block in ordered]
-        sizes = [into.shapes[0][1] for into in sums]
-        alike = _alike_in_a_row(regions)
-        windows = [] if alike else [_runs_of(window) for window in self._calls(regions)]
-
-        def attend(run: Execution) -> None:
-            run.lap(WAITS)
-            held = run.holdings
-            q, (k, v) = end_to_end([held.chunks[block.q][0] for block in ordered]), held.chunks[kv]
-            v = k[..., : problem.value_dim] if problem.latent else v
-            run.lap(REST)
-            if alike:
-                out, lse = _as_a_batch(kernel, alike, q, k, v)
-            else:
-                out, lse = empty_output(q[..., : v.shape[3]])
-            for window in windows:
-                some, k_some, v_some = tokens_of(q, window.q), tokens_of(k, window.kv), tokens_of(v, window.kv)
-                if isinstance(window.kind, Pieces):
-                    part = kernel.forward_pieces(some, k_some, v_some, window.kind)
-                else:
-                    part = kernel.forward(some, k_some, v_some, window.kind)
-                for into, x, dim in ((out, part[0], 1), (lse, part[1], 2)):
-                    if isinstance(window.q, range):
-                        into.narrow(dim, window.q.start, len(window.q)).copy_(x)
-                    else:
-                        into.index_copy_(dim, window.q, x)
-            run.lap(KERNELS)
-            run.see(k, v, out, lse)
-            for into, part, part_lse in zip(sums, out.split(sizes, dim=1), _apart(lse, sizes), strict=True):
-                held.partials.add_output(into, part, part_lse)
-            run.lap(FOLDS)
-
-        return attend
+        return attend_caches(blocks, self._problem, self._rank, self._kernel, self._sums, self._device)
 
     def _attend(self, op: Attend) -> Perform | None:
-        if isinstance(self._problem.blocks, CacheBlocks):
+        if self._problem.decodes:
             return self._of_caches(op)
         windows, kv = self._windows(op.q.place, op.kv.place), op.kv
         forward = self._forward(op.q, op.o, windows, partial(self._take, kv))
@@ -278,7 +233,7 @@ class Blocks:
         return take
 
     def _fused(self, op: Fused) -> Perform | None:
-        if isinstance(self._problem.blocks, CacheBlocks):
+        if self._problem.decodes:
             return self._of_caches(*op.blocks)
         found = kernel_calls(op, self._problem, self._rank)
         into = {chunk: block.writes for block in op.blocks for chunk in block.reads}
@@ -405,52 +360,6 @@ class Blocks:
         varlen = self._kernel.takes_varlen(self._problem.head_dim)
         found = calls(regions, self._device, varlen=varlen, shared=shared)
         return [Window(c.queries, c.keys, c) if isinstance(c, Pieces) else Window(c.q, c.kv, c.kind) for c in found]
-
-
-def _runs_of(window: Window) -> Window:
-    """The window with runs in place of indices where its pieces lie one behind the other, so that none are copied."""
-    if not isinstance(window.kind, Pieces):
-        return window
-    q, kv = _run([region.q for region in window.kind.regions]), _run([region.kv for region in window.kind.regions])
-    return Window(window.q if q is None else q, window.kv if kv is None else kv, window.kind)
-
-
-def _apart(lse: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """lse_BHS in parts of so many rows, each contiguous: a copy for each run of parts of one size."""
-    found: list[Tensor] = []
-    first = 0
-    for size, alike in groupby(sizes):
-        count = len([*alike])
-        run = lse.narrow(2, first, count * size).unflatten(2, (count, size))
-        found += run.permute(2, 0, 1, 3).contiguous().unbind()
-        first += count * size
-    return found
-
-
-def _run(runs: Sequence[range]) -> range | None:
-    """Runs that lie one behind the other as one; None if they don't."""
-    behind = all(one.stop == other.start for one, other in pairwise(runs))
-    return range(runs[0].start, runs[-1].stop) if behind else None
-
-
-def _alike_in_a_row(regions: Regions) -> Regions:
-    """The regions, if they are of one size and lie one behind the other, from the first query and key on; else none."""
-    if len({(len(region.q), len(region.kv)) for region in regions}) != 1:
-        return ()
-    runs = [_run([region.q for region in regions]), _run([region.kv for region in regions])]
-    return regions if all(run is not None and not run.start for run in runs) else ()
-
-
-def _as_a_batch(kernel: BlockKernel, regions: Regions, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(out_BSHD, lse_BHS) of regions that are alike (_alike_in_a_row), each an entry of a batch of one kernel call."""
-    count, (_, rows, keys) = len(regions), regions[0]
-    assert count * len(rows) == q.shape[1], "the last row of all sees a key"
-
-    def entries(x: Tensor, run: range) -> Tensor:
-        return x[:, : count * len(run)].reshape(count, len(run), *x.shape[2:])
-
-    out, lse = kernel.forward(entries(q, rows), entries(k, keys), entries(v, keys), RegionKind.FULL)
-    return out.reshape(1, -1, *out.shape[2:]), lse.transpose(0, 1).reshape(1, lse.shape[1], -1)
 
 
 def of_sinks(sinks_H: Tensor, out: Tensor, dout: Tensor, lse_BHS: Tensor) -> Tensor:

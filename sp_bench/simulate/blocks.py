@@ -12,7 +12,6 @@ from sp_bench.cluster.device import DeviceCosts
 from sp_bench.lower import Lowering, lower
 from sp_bench.lower.joined import copied_bytes
 from sp_bench.plan.block_classes import block_classes
-from sp_bench.plan.caches import CacheBlocks
 from sp_bench.plan.casts import rows_read, works_of
 from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.documents import PackBlocks
@@ -45,7 +44,7 @@ class BlockCosts:
         """Seconds of the kernel calls of operation `index`, with copies of what lies apart: (ranks,)."""
         if isinstance(op, Gathered):
             return self._gathered_s(op)[ranks]
-        if isinstance(op, Fused) and isinstance(self._problem.blocks, CacheBlocks):
+        if isinstance(op, Fused) and self._problem.decodes:
             return self._caches_s(op)[ranks]
         if isinstance(op, Fused):
             in_place = ((index, False) in self._lowering.in_place, (index, True) in self._lowering.in_place)
@@ -57,7 +56,7 @@ class BlockCosts:
         if isinstance(op, Gathered):
             return self._gathered_folds_s(index, op)[ranks]
         into = [chunk for chunk in op.writes if chunk not in merged]
-        if isinstance(self._problem.blocks, CacheBlocks):  # one result for all rows of each
+        if self._problem.decodes:  # one result for all rows of each
             folds_s = sum(
                 float(self._fold_s(c.tensor, self._flow.starts(index, c), c not in self._lowering.unsummed)[0])
                 for c in into
