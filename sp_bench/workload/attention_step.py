@@ -23,14 +23,15 @@ from sp_bench.run.executor import Action, Spent
 from sp_bench.run.graphs import GraphedEngine
 from sp_bench.run.groups import gathered, world
 from sp_bench.run.holdings import LiveBytes
-from sp_bench.run.sms import SmShares, share
+from sp_bench.run.sms import share
 from sp_bench.run.transport import AloneTransport
 from sp_bench.workload.base import SINKS, PlannedChunk, RankContext, Spec
+from sp_bench.workload.engine_step import EngineStep
 from sp_bench.workload.exact_rows import Sample, SunkRows, errors_of_rows, sampled
 from sp_bench.workload.gate import GateErrors
 
 
-class AttentionStep:
+class AttentionStep(EngineStep):
     """Random inputs, and the engine of the timed phases."""
 
     def __init__(self, spec: Spec, context: RankContext) -> None:
@@ -58,34 +59,14 @@ class AttentionStep:
         self._engine = make_engine(spec, problem, context, plans)
 
     @property
-    def kernel_name(self) -> str:
-        """The kernel of its attention blocks."""
-        return self._engine.kernel_name
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes on its kernels for a reader of its times."""
-        return self._engine.notes
-
-    @property
-    def communicators(self) -> tuple[str, ...]:
-        """NCCL's communicators that its attention uses, in words."""
-        return self._engine.transport.communicators
-
-    @property
-    def outside_bytes(self) -> int:
-        """Bytes of a GPU that its attention's buffers take outside of torch's allocator."""
-        return self._engine.transport.outside_bytes
-
-    @property
-    def shares(self) -> SmShares | None:
-        """The shares of the GPU that lanes and blocks take; None on a CPU, or for a peer."""
-        return self._engine.shares
+    def engine(self) -> Engine | GraphedEngine | PeerEngine:
+        """The engine of the timed phases."""
+        return self._engine
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, ...]]:
         """Bytes sent so far, including untimed executions, and to sum the gradient of sinks."""
-        return self._engine.transport.sent_bytes + self._sent
+        return super().sent_bytes + self._sent
 
     def untimed(self) -> None:
         """Run a peer's forward before a timed backward: autograd frees its graph with each backward."""
@@ -133,11 +114,6 @@ class AttentionStep:
     def memory(self) -> Mapping[str, int]:
         """Nothing: the attention's memory is all."""
         return {}
-
-    @property
-    def losses(self) -> tuple[float, ...]:
-        """An empty tuple: attention alone has no loss."""
-        return ()
 
     def finite(self) -> bool:
         """Whether the last outputs and gradients are finite."""

@@ -19,9 +19,9 @@ from sp_bench.run.devices import clock_of
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
-from sp_bench.run.sms import SmShares
 from sp_bench.workload.attention_step import make_engines, marks_parts, parts_of, random_tensor
 from sp_bench.workload.base import RankContext, Spec
+from sp_bench.workload.engine_step import EngineStep
 from sp_bench.workload.exact_rows import Sample, errors_of_rows, sampled
 from sp_bench.workload.gate import GateErrors, worst_of
 from sp_bench.workload.prefill_costs import chunk_part
@@ -79,7 +79,7 @@ def watched(chunks: int) -> list[int]:
     return sorted({0, chunks // 2, chunks - 1})
 
 
-class PrefillStep:
+class PrefillStep(EngineStep):
     """A prompt, timed from the first chunk's beginning to the last one's end."""
 
     def __init__(self, spec: Spec, context: RankContext) -> None:
@@ -100,38 +100,14 @@ class PrefillStep:
             self._chunk(index, Action.EVERYTHING, None)
 
     @property
-    def _first(self) -> Engine:
+    def engine(self) -> Engine:
+        """The first chunk's."""
         return self._engines[0]
-
-    @property
-    def kernel_name(self) -> str:
-        """The kernel of its attention blocks."""
-        return self._first.kernel_name
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on its kernels and cache for a reader of its times."""
-        return (*self._first.notes, *([COPIED] if self._spec.problem.batch > 1 else []))
-
-    @property
-    def communicators(self) -> tuple[str, ...]:
-        """NCCL's communicators that its attention uses, in words."""
-        return self._first.transport.communicators
-
-    @property
-    def outside_bytes(self) -> int:
-        """Bytes of a GPU that its attention's buffers take outside of torch's allocator."""
-        return self._first.transport.outside_bytes
-
-    @property
-    def shares(self) -> SmShares | None:
-        """The shares of the GPU that lanes and blocks take; None on a CPU."""
-        return self._first.shares
-
-    @property
-    def sent_bytes(self) -> Counter[tuple[str, ...]]:
-        """Bytes sent so far by all chunks, which share a transport."""
-        return self._first.transport.sent_bytes
+        return (*super().notes, *([COPIED] if self._spec.problem.batch > 1 else []))
 
     def untimed(self) -> None:
         """Nothing: every row of the cache is written again before it is read."""
@@ -169,11 +145,6 @@ class PrefillStep:
     def memory(self) -> Mapping[str, int]:
         """Nothing: the attention's memory is all."""
         return {}
-
-    @property
-    def losses(self) -> tuple[float, ...]:
-        """An empty tuple: nothing is trained."""
-        return ()
 
     def finite(self) -> bool:
         """Whether the last outputs are finite."""
