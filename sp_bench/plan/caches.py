@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import ClassVar
 
 import numpy as np
 
 from sp_bench.errors import RequestError
+from sp_bench.plan.documents import OfLengths
 from sp_bench.plan.layout import LAYOUTS, Layout, Positions, Shards, piece
-from sp_bench.plan.mask import Blocks, Mask, Part
+from sp_bench.plan.mask import Blocks, Part
 from sp_bench.plan.regions import Region, RegionKind, Regions
 
 KEYS_OF_ALL = 1024
@@ -28,11 +29,12 @@ KEYS_OF_ALL = 1024
 
 
 @dataclass(frozen=True)
-class Caches(Mask):
-    """Sequences with a cache each. Raises RequestError for a cache that is shorter than its new tokens."""
+class Caches(OfLengths):
+    """Sequences with a cache each; `lengths` are its keys, those of new tokens included.
 
-    lengths: tuple[int, ...]
-    """Keys of each sequence, those of its new tokens included."""
+    Raises RequestError for a cache that is shorter than its new tokens.
+    """
+
     new: int = 1
     """New tokens of each sequence: one, or several that were guessed (speculative decoding)."""
     share: int = 1
@@ -41,7 +43,7 @@ class Caches(Mask):
     name: ClassVar[str] = "caches"
     causal: ClassVar[bool] = True
     """A new token sees no key behind its own position."""
-    in_pieces: ClassVar[bool] = True
+    __hash__ = OfLengths.__hash__
     balanced: ClassVar[tuple[str, ...]] = ("contiguous",)
 
     def __post_init__(self) -> None:
@@ -49,16 +51,6 @@ class Caches(Mask):
             if length < self.new:
                 rule = f"a cache has the keys of its sequence's {self.new} new tokens, too"
                 raise RequestError(f"sequence {number} with {length} keys", rule, f"{self.new} or more would work")
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.name, self.lengths, self.new, self.share))
-
-    def __hash__(self) -> int:  # of thousands of lengths, again and again
-        return self._hash
-
-    def __reduce__(self):  # hashes differ from process to process
-        return type(self), (self.lengths, self.new, self.share)
 
     @property
     def rows(self) -> int:
@@ -80,16 +72,10 @@ class Caches(Mask):
         """Keys of all caches."""
         return sum(self.lengths)
 
-    @cached_property
-    def edges(self) -> np.ndarray:
-        """The first key of each cache, and the end of the last one: (sequences + 1,)."""
-        return np.array([0, *accumulate(self.lengths)])
-
     def stretches(self, seqlen: int, kv_seqlen: int) -> tuple[int, ...]:
         return self.lengths
 
     def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The first key that the query row at each position sees, and the key behind the last one."""
         sequence, row = np.divmod(positions, self.rows)
         return self.edges[sequence], self.edges[sequence + 1] - self.new + 1 + row // self.share
 

@@ -10,11 +10,12 @@ further limits how far a query sees. No length has to be divisible by anything.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -32,11 +33,42 @@ MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Packed(Mask):
-    """Documents packed into one sequence, with an optional window. Raises RequestError for a length below 1."""
+class OfLengths(Mask):
+    """A mask of several sequences, one behind the other. It may have thousands, and is hashed again and again."""
 
     lengths: tuple[int, ...]
-    """Tokens of each document, in their order."""
+    """Tokens, of keys, of each sequence, in their order."""
+
+    in_pieces: ClassVar[bool] = True
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, *self._values))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self):  # hashes differ from process to process
+        return type(self), self._values
+
+    @property
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, each.name) for each in fields(self))
+
+    @cached_property
+    def edges(self) -> np.ndarray:
+        """The start of each sequence, and the end of the last one, in tokens: (sequences + 1,)."""
+        return np.array([0, *accumulate(self.lengths)])
+
+    @abstractmethod
+    def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The first key that the query at each position sees, and the key behind the last one."""
+
+
+@dataclass(frozen=True)
+class Packed(OfLengths):
+    """Documents packed into one sequence, with an optional window. Raises RequestError for a length below 1."""
+
     causal: bool = True
     """Whether a query sees only keys up to its own position."""
     left: int | None = None
@@ -45,7 +77,7 @@ class Packed(Mask):
     """How many keys behind its own position a query sees, if not causal; None: all of its document."""
 
     sends_unseen: ClassVar[bool] = False
-    in_pieces: ClassVar[bool] = True
+    __hash__ = OfLengths.__hash__
 
     def __post_init__(self) -> None:
         for number, length in enumerate(self.lengths):
@@ -57,21 +89,6 @@ class Packed(Mask):
                 )
         if not self.lengths:
             raise RequestError("a pack of no documents", "a pack has at least one", "lengths=[1024] would work")
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.name, self.lengths, self.causal, self.left, self.right))
-
-    def __hash__(self) -> int:  # of thousands of lengths, again and again
-        return self._hash
-
-    def __reduce__(self):  # hashes differ from process to process
-        return type(self), (self.lengths, self.causal, self.left, self.right)
-
-    @cached_property
-    def edges(self) -> np.ndarray:
-        """The start of each document, and the end of the last one, in tokens: (documents + 1,)."""
-        return np.array([0, *accumulate(self.lengths)])
 
     @property
     def seqlen(self) -> int:
@@ -88,7 +105,6 @@ class Packed(Mask):
         return self.left is not None or (not self.causal and self.right is not None)
 
     def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The first key that the query at each position sees, and the key behind the last one."""
         document = np.searchsorted(self.edges, positions, side="right") - 1
         first, stop = self.edges[document], self.edges[document + 1]
         if self.left is not None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sp_bench.plan.caches import Caches
-from sp_bench.plan.documents import Packed
+from sp_bench.plan.documents import OfLengths
 from sp_bench.plan.mask import Mask
 from sp_bench.plan.regions import RegionKind
 
@@ -18,7 +17,7 @@ class Seen:
         """Holds the first key, and the key behind the last, of each span of each query."""
         queries = torch.arange(seqlen)
         self._spans: list[tuple[Tensor, Tensor]] = []
-        if isinstance(mask, Packed | Caches):
+        if isinstance(mask, OfLengths):
             first, stop = mask.sees(queries.numpy())
             self._spans = [(torch.from_numpy(first), torch.from_numpy(stop))]
             return
