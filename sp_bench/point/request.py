@@ -265,8 +265,8 @@ def _problem(given: Given, method: Method | Peer) -> Problem:
     for key in ("gpus", "heads", "kv_heads"):
         if getattr(values, key) % tensor_parallel:
             rule = f"must divide {key}={getattr(values, key)}"
-            of = given.workload.keys[0] if given.workload.keys else "train"
-            raise RequestError(f"{of}.tensor_parallel={tensor_parallel}", rule, f"{of}.tensor_parallel=1 would work")
+            degree = given.workload.degree_key
+            raise RequestError(f"{degree}={tensor_parallel}", rule, f"{degree}=1 would work")
     n, rest = divmod(values.gpus // tensor_parallel, data_parallel)
     if rest:
         groups = values.gpus // tensor_parallel

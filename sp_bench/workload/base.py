@@ -130,6 +130,8 @@ class Workload(ABC):
     """Keys of the config that only this workload reads."""
     baselines: ClassVar[Mapping[str, str]] = {}
     """Methods that it can't have, and what stands for each as the baseline that a config has unless it says so."""
+    degree_key: ClassVar[str] = "train.tensor_parallel"
+    """The key of `tensor_parallel`, where the workload has one."""
     simulated_as: ClassVar[str] = "attention"
     """Its simulation (sp_bench.point.simulations)."""
 

@@ -43,6 +43,7 @@ class Decode(Attention):
     name: ClassVar[str] = "decode"
     phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"forward": ("forward",)}
     keys: ClassVar[tuple[str, ...]] = ("decode",)
+    degree_key: ClassVar[str] = "decode.tensor_parallel"
     baselines: ClassVar[Mapping[str, str]] = {"ring": "pass_q"}
 
     degree: int = 1
@@ -56,7 +57,7 @@ class Decode(Attention):
     @classmethod
     def tensor_parallel(cls, config: Mapping[str, Any]) -> int:
         """The degree that decode.tensor_parallel asks for."""
-        return read(DecodeSection, config["decode"], "decode").tensor_parallel
+        return _section(config).tensor_parallel
 
     @classmethod
     def filled(cls, config: Mapping[str, Any], *, here: bool) -> dict[str, Any]:
@@ -95,7 +96,7 @@ class Decode(Attention):
             raise RequestError(f"mask={mask.name}", rule, works)
         caches = Caches(lengths, new, share)
         caches.refuse_ranks(n)
-        section = read(DecodeSection, config["decode"], "decode")
+        section = _section(config)
         latent, kv_heads = section.latent, section.tensor_parallel * shape["kv_heads"]
         if latent and kv_heads > 1:
             rule = "all query heads share the one head of latent keys, which GPUs can't split"
@@ -120,7 +121,7 @@ class Decode(Attention):
         """Raise RequestError for what only simulations have."""
         if mode != "simulate" and self.degree > 1:
             rule = "is simulated only: measured ranks have all heads"
-            raise RequestError(f"decode.tensor_parallel={self.degree}", rule, "mode=simulate would work")
+            raise RequestError(f"{self.degree_key}={self.degree}", rule, "mode=simulate would work")
 
     def cluster_of(self, cluster: Cluster, gpus: int) -> Cluster:
         """The first GPUs of all groups that share heads, which are consecutive.
@@ -130,7 +131,7 @@ class Decode(Attention):
         shared = cluster.topology.shares_links
         if self.degree > 1 and shared:
             rule = f"has GPUs of a group in turn on what cluster={cluster.name} has once for several: {shared}"
-            raise RequestError(f"decode.tensor_parallel={self.degree}", rule, "1, or a NIC for each GPU, would work")
+            raise RequestError(f"{self.degree_key}={self.degree}", rule, "1, or a NIC for each GPU, would work")
         return cluster.tensor_parts(gpus, self.degree)[0]
 
     def tokens(self, problem: Problem) -> int:
@@ -146,3 +147,7 @@ class Decode(Attention):
             latent_keys=problem.latent or None,
             cache_tensor_parallel=self.degree if self.degree > 1 else None,
         )
+
+
+def _section(config: Mapping[str, Any]) -> DecodeSection:
+    return read(DecodeSection, config["decode"], "decode")

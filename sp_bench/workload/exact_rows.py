@@ -155,8 +155,7 @@ def errors_of_rows(
     """Errors of sampled rows of a problem's results, the same on all ranks. All ranks must call it.
 
     `found` has rows as `Sample.of` returns them, by the names of NAMES. The gradient of `sinks`, if they have one, is
-    compared where the sample is whole. If memory runs out on any rank, there are no
-    errors, and `uncompared` says so.
+    compared where the sample is whole. If memory runs out on any rank, there are no errors, and `uncompared` says so.
     """
     totals = torch.zeros(len(_TOTALS), len(NAMES), problem.heads, dtype=torch.float64)
     seen, several = Seen(problem.mask, problem.seqlen, problem.keys.seqlen), dist.is_initialized() and problem.n > 1

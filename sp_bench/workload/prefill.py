@@ -30,8 +30,6 @@ from sp_bench.workload.gate import GateErrors
 from sp_bench.workload.model import NONE, Model
 from sp_bench.workload.prefill_costs import PrefillCosts, layer_cache_bytes
 
-DEGREE = "prefill.tensor_parallel"
-
 
 class Chunking(Section, frozen=True, kw_only=True):
     """The section `prefill` of conf/config.yaml."""
@@ -54,6 +52,7 @@ class Prefill(Workload):
     name: ClassVar[str] = "prefill"
     phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"forward": ("forward",)}
     keys: ClassVar[tuple[str, ...]] = ("prefill",)
+    degree_key: ClassVar[str] = "prefill.tensor_parallel"
     simulated_as: ClassVar[str] = "prefill"
 
     chunking: Chunking
@@ -72,13 +71,15 @@ class Prefill(Workload):
         if config["model"]["name"] == NONE:
             if asked.tensor_parallel > 1:
                 rule = "splits the matrices of a model, and there is none"
-                raise RequestError(f"{DEGREE}={asked.tensor_parallel}", rule, "1, or model=llama3_8b, would work")
+                raise RequestError(
+                    f"{cls.degree_key}={asked.tensor_parallel}", rule, "1, or model=llama3_8b, would work"
+                )
             return cls(phases=phases, chunking=asked)
         model = read(Model, config["model"], "model")
         if model.kind != "decoder":
             rule = f"is a {model.kind}, and a first token is that of a decoder"
             raise RequestError(f"model={model.name}", rule, "model=llama3_8b would work")
-        model.part(asked.tensor_parallel, DEGREE)
+        model.part(asked.tensor_parallel, cls.degree_key)
         return cls(phases=phases, chunking=asked, model=model)
 
     @classmethod
@@ -170,7 +171,7 @@ class Prefill(Workload):
 
     @classmethod
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
-        """The forward."""
+        """The forward, which is all that is timed."""
         return phases
 
     def times_executed(self, phase: str) -> Mapping[str, int]:
@@ -210,7 +211,7 @@ class Prefill(Workload):
         attention = self.layers * account.model_flops(problem, phase)
         if not self.model:
             return attention
-        share = self.model.part(self.degree, DEGREE)
+        share = self.model.part(self.degree, self.degree_key)
         of_a_layer = sum(a * b for a, b in share.layer_matrices(problem).values())
         tokens = share.layers * of_a_layer * problem.seqlen + share.outputs * share.width
         return attention + 2.0 * problem.batch * tokens

@@ -40,7 +40,7 @@ def padding_methods(problem: Problem) -> list[Method]:
 
 
 def sent(heads: int, kv_heads: int, degree: int, rings: int) -> int:
-    """What USP sends forward and backward, in units of a head of 1 / degree of a chunk."""
+    """USP sends so much forward and backward, in units of a head of 1 / degree of a chunk."""
     of_keys = max(kv_heads, degree)
     return 4 * (degree - 1) * (heads + of_keys) + 6 * degree * (rings - 1) * of_keys
 
