@@ -120,11 +120,12 @@ class Composer(ExitStack):
         except (HydraException, OmegaConfBaseException) as error:
             raise self._explained(overrides, error) from None
         try:
-            resolved = OmegaConf.to_container(config, resolve=True)
+            composed = OmegaConf.to_container(config, resolve=True)
         except OmegaConfBaseException as error:
             what = str(error).splitlines()[0]
             raise RequestError(" ".join(overrides), what, "a plain value would work") from None
-        assert isinstance(resolved, dict)
+        assert isinstance(composed, dict)
+        resolved: dict[str, Any] = {str(key): value for key, value in composed.items()}
         here = resolved["cluster"].get("this_machine") is True
         if resolved["workload"] in WORKLOADS:
             resolved |= WORKLOADS[resolved["workload"]].filled(resolved, here=here)
@@ -135,7 +136,7 @@ class Composer(ExitStack):
             resolved["dtype"] = DTYPE_HERE if on_cpus else DTYPE
         if resolved["phase"] is None:
             resolved["phase"] = PHASE
-        return {str(key): value for key, value in resolved.items()}
+        return resolved
 
     def baseline(self, config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any] | None:
         """The config of a point's baseline: another method at its defaults, all else the same; None without one."""
