@@ -46,6 +46,11 @@ class Mask(ABC):
         """The class of masks whose measurements say how far simulations of this one are off (point.backing)."""
         return f"mask={self.name}"
 
+    @property
+    def unlimited(self) -> Mask | None:
+        """The mask without its window or chunks, as layers have it that see all; None if it has neither."""
+        return None
+
     @abstractmethod
     def regions(self, q: Positions, kv: Positions) -> Regions:
         """The regions between query and key chunks at these global positions; both ascending."""

@@ -13,6 +13,7 @@ from sp_bench.measure.samples import (
     COMPUTE_ONLY,
     CORE_WINDOW,
     CORES,
+    FULL_ATTENTION,
     START,
     STEP,
     TRAINING,
@@ -154,7 +155,8 @@ def training_step(request: Request, samples: Samples, ranks: Sequence[RankResult
     described = request.workload.described(request.problem)
     if not samples.by_rank("attention").size:
         return described
-    times_ms = {f"{part}_ms": float(rank_medians_ms(samples, part).max()) for part in TRAINING}
+    parts = [*TRAINING, *([FULL_ATTENTION] if samples.by_rank(FULL_ATTENTION).size else [])]
+    times_ms = {f"{part}_ms": float(rank_medians_ms(samples, part).max()) for part in parts}
     whole_s = sum(samples.by_rank(STEP, phase) for phase in PHASES)
     inside = [samples.by_rank(part, phase) for part in ("attention", "loss", "gradient_sync") for phase in PHASES]
     dense_s = whole_s - sum(seconds for seconds in inside if seconds.size)

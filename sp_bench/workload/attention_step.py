@@ -25,7 +25,7 @@ from sp_bench.run.groups import gathered, world
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sms import share
 from sp_bench.run.transport import AloneTransport
-from sp_bench.workload.base import SINKS, PlannedChunk, RankContext, Spec
+from sp_bench.workload.base import SINKS, PlannedAttention, RankContext, Spec
 from sp_bench.workload.engine_step import EngineStep
 from sp_bench.workload.exact_rows import Sample, SunkRows, errors_of_rows, sampled
 from sp_bench.workload.gate import GateErrors
@@ -171,14 +171,14 @@ def make_engine(
     """
     if spec.peer:
         return PeerEngine(spec.peer, problem, spec.executed, context.device)
-    (engine,) = make_engines(spec, [PlannedChunk(problem, plans or spec.plans)], context, timed=timed)
+    (engine,) = make_engines(spec, [PlannedAttention(problem, plans or spec.plans)], context, timed=timed)
     if not context.cuda_graph or not engine.queues or sinks_of(spec, problem, context.device) is not None:
         return engine
     return GraphedEngine(engine, engine.queues, _all_can if context.cuda_graph == "auto" else None)
 
 
 def make_engines(
-    spec: Spec, chunks: Sequence[PlannedChunk], context: RankContext, *, timed: bool = False
+    spec: Spec, chunks: Sequence[PlannedAttention], context: RankContext, *, timed: bool = False
 ) -> list[Engine]:
     """An engine for each of the attentions, which run one after another. All ranks must call it.
 

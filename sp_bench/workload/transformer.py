@@ -6,7 +6,7 @@ dtype is) and are cast where they are used. Sharded ones are gathered in the com
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -162,13 +162,22 @@ class Transformer(nn.Module):
                     weight.zero_()
 
     def forward(
-        self, inputs: Tensor, positions_S: Tensor, attend: Attend, recompute: Recompute, times_B: Tensor | None = None
+        self,
+        inputs: Tensor,
+        positions_S: Tensor,
+        attends: Sequence[Attend],
+        recompute: Recompute,
+        times_B: Tensor | None = None,
     ) -> Tensor:
-        """The hidden states before the head, (B, S, M), of tokens (B, S) or patches (B, S, channels)."""
+        """The hidden states before the head, (B, S, M), of tokens (B, S) or patches (B, S, channels).
+
+        Each layer has one of the attentions `attends` (Model.attention_of).
+        """
         found = self.embed(inputs if times_B is None else inputs.to(self.compute_dtype))
         x_BSM, time_BM = found.to(self.compute_dtype), None if times_B is None else self._time(times_B)
         rotary_2S1D = rotary(positions_S, self.problem.head_dim, self.model.rope_theta, self.wide)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            attend = attends[self.model.attention_of(number)]
             x_BSM = layer(x_BSM, rotary_2S1D, time_BM, attend, recompute)
         if time_BM is None:
             return self.norm(x_BSM)
