@@ -439,11 +439,11 @@ class TrainingStep:
     linears: Annotated[str | None, Setting()] = None
     """The dtype of a layer's matrix products: compute (that of the activations) or float8."""
     full_layers: Annotated[int | None, Setting("layers that see all")] = None
-    """Of layers of two kinds: how many see all, and not only what the window or the chunks of the mask leave."""
+    """The number of layers that see all, where others see only what the window or the chunks of the mask leave."""
     attention_ms: float | None = None
     """The attention of all layers, waits for its transfers included."""
     full_attention_ms: float | None = None
-    """Of layers of two kinds: the part of attention_ms that is of those that see all."""
+    """The part of attention_ms that is of layers that see all, where others don't."""
     attention_exposed_ms: float | None = None
     """The part of attention_ms that waits for transfers."""
     dense_ms: float | None = None

@@ -81,7 +81,7 @@ def test_what_only_simulations_have() -> None:
         point(*SMALL, "gpus=2", "method=helix", "decode.tensor_parallel=2", "mode=measure")
 
 
-@pytest.mark.parametrize("method", ["helix", "dcp", "pass_q"])
+@pytest.mark.parametrize("method", ["helix", "dcp", "pass_q", "tree"])
 def test_a_simulated_step(method: str) -> None:
     request = point(*STEP, f"method={method}")
     record, choice = simulate_point(request)
@@ -92,7 +92,7 @@ def test_a_simulated_step(method: str) -> None:
     assert record.step_ms_median and record.tokens_per_s == pytest.approx(16 / record.step_ms_median * 1e3)
     # No step is faster than its cache is read.
     assert record.step_ms_median > 1e3 * cache_bytes / request.cluster.device.memory_bytes_per_s
-    assert choice.problem.queries_everywhere == (method == "helix")
+    assert choice.problem.queries_everywhere == (method in ("helix", "tree"))
 
 
 def test_helix_sends_half_and_is_not_slower_than_dcp() -> None:
@@ -134,7 +134,9 @@ def test_heads_shared_by_gpus() -> None:
 LATENT = ("kv_heads=1", "v_head_dim=8", "decode.latent=true")
 
 
-@pytest.mark.parametrize(("method", "more"), [("helix", ()), ("dcp", ()), ("pass_q", ()), ("helix", LATENT)])
+@pytest.mark.parametrize(
+    ("method", "more"), [("helix", ()), ("dcp", ()), ("pass_q", ()), ("tree", ()), ("helix", LATENT)]
+)
 def test_a_measured_step(method: str, more: tuple[str, ...], tmp_path: Path) -> None:
     overrides = (*SMALL, "gpus=2", "batch=3", "seqlen=2", "kv_seqlen=65", f"method={method}", "dtype=float32", *more)
     (outcome,) = run_points([point(*overrides)], folder=tmp_path, reuse=False)
