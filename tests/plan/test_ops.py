@@ -214,7 +214,7 @@ def received(op: Transfer, problem: Problem) -> np.ndarray:
                 sent[other, rank] = dense_keys(problem, reader, owner) * row_bytes(op, problem)
         elif isinstance(op, TreeReduce):
             for level, of_each in zip(op.levels, (op.levels[1].size, 1), strict=True):
-                for distance in (2**k for k in range(n) if 2**k < level.size):
+                for distance in (2**k for k in range((level.size - 1).bit_length())):
                     owners = sum(ahead + distance < level.size for ahead in range(distance))
                     size = owners * of_each * problem.chunk_bytes(op.tensor, wire=True)
                     sent[level.member(rank, -distance), rank] += size
