@@ -24,7 +24,7 @@ from sp_bench.plan.demand import demand, untouched_partials
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import Block, Bundle, Chunk, Collective, Fused, Gathered, Op, Pass, Plan, RowSums, Transfer
-from sp_bench.plan.problem import DTYPE_BYTES, Problem
+from sp_bench.plan.problem import DTYPE_BYTES, Problem, flops_per_pair
 from sp_bench.plan.tensors import DKV, DO, DQ, KV, OUT, Kind, O, Q, Tensor, named
 from sp_bench.plan.transfers import messages, peers
 
@@ -233,9 +233,8 @@ def model_flops(problem: Problem, phase: str) -> float:
     Of a history of P keys, every query sees all: 4 B N P H D more. Forward one of the two matrix products is of values,
     which may be narrower, backward two of five.
     """
-    of_keys, of_values = (1, 1) if phase == "forward" else (3, 2)
-    width = of_keys * problem.head_dim + of_values * problem.value_dim
-    return 2.0 * problem.batch * problem.pairs * problem.heads * width
+    per_pair = flops_per_pair(phase, problem.head_dim, problem.value_dim)
+    return float(problem.batch * problem.pairs * problem.heads * per_pair)
 
 
 def pairs(plan: Plan, problem: Problem) -> np.ndarray:

@@ -19,6 +19,14 @@ from sp_bench.plan.padded_heads import PaddedHeads
 from sp_bench.plan.tensors import Field, Kind, Tensor
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "forward_backward": (4, 3)}
+"""By phase, how many matrix products of a block are as wide as keys, and how many as wide as values."""
+
+
+def flops_per_pair(phase: str, head_dim: int, value_dim: int) -> int:
+    """FLOPs of a (query, key) pair of a head, recomputation left out: 4 D forward and 10 D backward for one width."""
+    of_keys, of_values = PRODUCTS[phase]
+    return 2 * (of_keys * head_dim + of_values * value_dim)
 
 
 def heads_of_a_key_head(heads: int, kv_heads: int) -> int:

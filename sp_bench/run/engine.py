@@ -136,8 +136,9 @@ class Engine:
     def notes(self) -> tuple[str, ...]:
         """Notes on its kernels for a reader of its times."""
         of_shares = (self.shares.note,) if self.shares and self.shares.note else ()
-        narrow, wide = self.problem.v_head_dim, self.problem.head_dim
-        of_values = (f"{self.kernel.name} computes values of {narrow} as values of {wide}",) if narrow else ()
+        narrow, wide = self.problem.value_dim, self.problem.head_dim
+        pads = self.kernel.pads(wide, narrow)
+        of_values = (f"{self.kernel.name} computes values of {narrow} as values of {wide}",) if pads else ()
         return (*self.kernel.notes, *of_values, *of_shares, *fold_notes(self._device))
 
     def spent(self, phase: str) -> Spent:
