@@ -385,7 +385,28 @@ class DeviceCosts:
             batch_heads=batch_heads,
             dtype=problem.dtype,
         )
-        return self.launch_s + batch_heads * table.flops_per_pair(problem, phase) * pairs / flops_per_s
+        block_s = self.launch_s + batch_heads * table.flops_per_pair(problem, phase) * pairs / flops_per_s
+        return block_s + self.keys_s(problem, phase, len(region.kv))
+
+    def keys_s(self, problem: Problem, phase: str, tokens: int) -> float:
+        """Seconds of making the keys and values of a block of so many latents; backward also of their gradients.
+
+        Forward are two matrix products, and a copy that puts the shared elements behind those made. Backward makes them
+        again, and has two products for the gradients of latents and two for those of the matrices (run.latents).
+        """
+        if not problem.latent_dim:
+            return 0.0
+        rows, heads = problem.batch * tokens, problem.block_heads
+        made = problem.made_dim + problem.value_dim
+        flops = 2.0 * rows * heads * made * problem.latent_dim
+        copied = rows * heads * (problem.made_dim + problem.head_dim)
+        products, copies = 2, 1
+        if phase == "backward":  # elements of gradients lie together for the products, and the shared ones are summed
+            flops, products, copies = 3 * flops, 6, 4
+            copied += rows * heads * (2 * problem.made_dim + (problem.rope_dim or 0))
+        moved_s = copied * DTYPE_BYTES[problem.dtype] / self.memory_bytes_per_s
+        launches_s = (products + copies) * self.launch_s
+        return launches_s + moved_s + flops / self.matmul_flops_per_s(problem.dtype)
 
 
 def same_model(found: str, figures: str) -> bool:
