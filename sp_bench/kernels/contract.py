@@ -69,7 +69,7 @@ class BlockKernel(ABC):
 
         A row that saw no key is out = 0, lse = -inf. All kinds but FULL need as many keys as queries.
         """
-        if self.pads(k.shape[3], v.shape[3]):
+        if v.shape[3] < k.shape[3] and self.pads(k.shape[3], v.shape[3]):
             out, lse = self.forward(q, k, _padded(v, k), mask)
             return _narrowed(out, v), lse
         _square(q, k, mask)
@@ -94,7 +94,7 @@ class BlockKernel(ABC):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RegionKind
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`backward`, given an lse that is `harmless`, which rows of many blocks need but once."""
-        if self.pads(k.shape[3], v.shape[3]):
+        if v.shape[3] < k.shape[3] and self.pads(k.shape[3], v.shape[3]):
             dq, dk, dv = self.gradients(_padded(dout, q), q, k, _padded(v, k), _padded(out, q), lse, mask)
             return dq, dk, _narrowed(dv, v)
         _square(q, k, mask)
@@ -124,7 +124,7 @@ class BlockKernel(ABC):
 
     def forward_pieces(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
         """`forward` of pieces: q, k and v are gathered, and so are (out, lse)."""
-        if self.pads(k.shape[3], v.shape[3]):
+        if v.shape[3] < k.shape[3] and self.pads(k.shape[3], v.shape[3]):
             out, lse = self.forward_pieces(q, k, _padded(v, k), pieces)
             return _narrowed(out, v), lse
         if self.takes_varlen(q.shape[3]):
@@ -138,7 +138,7 @@ class BlockKernel(ABC):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`gradients` of pieces: all tensors are gathered, and so are (dq, dk, dv)."""
-        if self.pads(k.shape[3], v.shape[3]):
+        if v.shape[3] < k.shape[3] and self.pads(k.shape[3], v.shape[3]):
             wide = _padded(dout, q), q, k, _padded(v, k), _padded(out, q)
             dq, dk, dv = self.gradients_of_pieces(*wide, lse, pieces)
             return dq, dk, _narrowed(dv, v)
