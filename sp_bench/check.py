@@ -417,15 +417,15 @@ def _tree_reduce(facts: _Facts, op: TreeReduce, where: str) -> None:
     held = np.ones(op.group.size, int)
     """By place, how many ranks' partials a rank has merged: of all alike."""
     for each in op.rounds:
-        sent = slice(each.first, each.first + each.count)
+        sent = slice(each.first, each.first + each.owners)
         target = each.group.member(facts.ranks, each.shift)
-        for place in (each.first, each.first + each.count - 1):
+        for place in (each.first, each.first + each.owners - 1):
             there = op.place(target, op.owner(facts.ranks, place))
             if (rank := _first(there != place - each.first)) is not None:
                 raise PlanError(f"{where}: rank {rank} sends {place} places ahead, which is {there[rank]} from there")
-        if not held[sent].all() or each.count > each.first:
+        if not held[sent].all() or each.owners > each.first:
             raise PlanError(f"{where}: sends what is no longer there, in {each}")
-        held[: each.count] += held[sent]
+        held[: each.owners] += held[sent]
         held[sent] = 0
     if held[0] != op.group.size or held[1:].any():
         raise PlanError(f"{where}: owners get {held[0]} of {op.group.size} partials")

@@ -15,7 +15,7 @@ from sp_bench.cluster import decoding
 from sp_bench.cluster.head_dims import Padded, padded
 from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.kernel_table import KernelTable, Rates
-from sp_bench.cluster.variable import FLOPS_PER_PAIR, Kernel, blocks_s, joined_s
+from sp_bench.cluster.variable import Kernel, blocks_s, joined_s
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.intervals import Sizes
@@ -157,7 +157,8 @@ class DeviceCosts:
             )
         fits = any(table.fits(problem) for table in known) or padded(known, problem)
         if not (fits or problem.decodes):  # the time of a decode step is that of reads, for any width
-            head_dims = " or ".join(map(str, sorted({table.head_dim for table in known})))
+            widths = sorted({(table.head_dim, table.v_head_dim or table.head_dim) for table in known})
+            head_dims = " or ".join(f"{k}" if k == v else f"{k} with v_head_dim={v}" for k, v in widths)
             raise RequestError(
                 f"head_dim={problem.head_dim}",
                 f"the kernel figures of {self.name} are for head_dim {head_dims}, and rates differ by it",
@@ -187,7 +188,7 @@ class DeviceCosts:
             notes.append(table.note())
         elif table.figures == "assumed":
             notes.append(f"the kernel rates of {self.name} are assumptions, at least in part")
-        if problem.v_head_dim and not problem.decodes:
+        if problem.v_head_dim and not (problem.decodes or table.v_head_dim):
             notes.append(f"values of {problem.v_head_dim} are padded, and take as long as values of {problem.head_dim}")
         if problem.decodes:
             rate = f"{self.memory_bytes_per_s / 1e12:.3g} TB/s"
@@ -290,7 +291,8 @@ class DeviceCosts:
 
     def _kernel(self, problem: Problem, phase: str) -> Kernel:
         batch_heads = problem.batch * problem.block_heads
-        return Kernel(self._table(problem), phase, batch_heads, problem.head_dim, problem.dtype)
+        table = self._table(problem)
+        return Kernel(table, phase, batch_heads, table.flops_per_pair(problem, phase), problem.dtype)
 
     def fold_s(
         self,
@@ -357,19 +359,25 @@ class DeviceCosts:
         return self.launch_s + moved_bytes / bytes_per_s if moved_bytes else 0.0
 
     def _table(self, problem: Problem) -> KernelTable | Padded:
-        if not any(table.fits(problem) for table in self.tables) and (found := padded(self.tables, problem)):
+        fitting = [table for table in self.tables if table.fits(problem)]
+        if not fitting and (found := padded(self.tables, problem)):
             return found
         # Measured points may have a dtype or head_dim without figures: the nearest table then ranks their variants.
-        return min(
-            self.tables,
-            key=lambda t: (problem.dtype not in t.dtypes, abs(math.log2(t.head_dim / problem.head_dim))),
+        return (
+            fitting[0]
+            if fitting
+            else min(
+                self.tables,
+                key=lambda t: (problem.dtype not in t.dtypes, abs(math.log2(t.head_dim / problem.head_dim))),
+            )
         )
 
     def _region_s(self, problem: Problem, phase: str, region: Region) -> float:
         full, batch_heads = region.kind is RegionKind.FULL, problem.batch * problem.block_heads
         # A kernel works on tiles of rows: STRICT, which is one row less, takes as long as CAUSAL.
         pairs = region.pairs if full else region._replace(kind=RegionKind.CAUSAL).pairs
-        flops_per_s = self._table(problem).flops_per_s(
+        table = self._table(problem)
+        flops_per_s = table.flops_per_s(
             phase,
             "full" if full else "causal",
             len(region.q),
@@ -377,7 +385,28 @@ class DeviceCosts:
             batch_heads=batch_heads,
             dtype=problem.dtype,
         )
-        return self.launch_s + FLOPS_PER_PAIR[phase] * pairs * batch_heads * problem.head_dim / flops_per_s
+        block_s = self.launch_s + batch_heads * table.flops_per_pair(problem, phase) * pairs / flops_per_s
+        return block_s + self.keys_s(problem, phase, len(region.kv))
+
+    def keys_s(self, problem: Problem, phase: str, tokens: int) -> float:
+        """Seconds of making the keys and values of a block of so many latents; backward also of their gradients.
+
+        Forward are two matrix products, and a copy that puts the shared elements behind those made. Backward makes them
+        again, and has two products for the gradients of latents and two for those of the matrices (run.latents).
+        """
+        if not problem.latent_dim:
+            return 0.0
+        rows, heads = problem.batch * tokens, problem.block_heads
+        made = problem.made_dim + problem.value_dim
+        flops = 2.0 * rows * heads * made * problem.latent_dim
+        copied = rows * heads * (problem.made_dim + problem.head_dim)
+        products, copies = 2, 1
+        if phase == "backward":  # elements of gradients lie together for the products, and the shared ones are summed
+            flops, products, copies = 3 * flops, 6, 4
+            copied += rows * heads * (2 * problem.made_dim + (problem.rope_dim or 0))
+        moved_s = copied * DTYPE_BYTES[problem.dtype] / self.memory_bytes_per_s
+        launches_s = (products + copies) * self.launch_s
+        return launches_s + moved_s + flops / self.matmul_flops_per_s(problem.dtype)
 
 
 def same_model(found: str, figures: str) -> bool:

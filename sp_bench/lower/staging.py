@@ -110,7 +110,7 @@ def staging_buffers(
             if not goes_in_place(op, problem, unsummed):
                 found[StagingUse(op.lane, op.send.tensor, other)] = pieces
         elif isinstance(op, TreeReduce):
-            most = max((each.count for each in op.rounds), default=0)
+            most = max((each.owners for each in op.rounds), default=0)
             of_round = side_by_side(chunk_specs(problem, op.tensor, wire=True), most)
             found |= {StagingUse(op.lane, op.tensor, use): of_round for use in ("send", "recv")}
             summed = held_specs(problem, op.own, ())

@@ -192,14 +192,14 @@ class ReduceScatter(_OfHome):
 
 
 class Round(NamedTuple):
-    """A round of a TreeReduce: every rank sends partials of `count` owners, in one message, to the rank `shift` ahead
+    """A round of a TreeReduce: every rank sends partials of so many `owners`, in one message, to the rank `shift` ahead
     in `group`, and merges those that come with its own of the same owners."""
 
     group: Group
     shift: int
     first: int
     """The place of the first of them; those that come are for the places from 0 on (TreeReduce.place)."""
-    count: int
+    owners: int
 
 
 @dataclass(frozen=True)

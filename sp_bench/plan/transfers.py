@@ -48,7 +48,7 @@ def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[
         # The library wants equal pieces: shorter chunks are padded to the longest, which usually has a token more.
         piece = {f.name: problem.field_bytes(f, wire=True) for f in op.tensor.fields}
         if isinstance(op, TreeReduce):
-            return [{name: each.count * size for name, size in piece.items()} for each in op.rounds]
+            return [{name: each.owners * size for name, size in piece.items()} for each in op.rounds]
         return [piece] * (op.group.size - 1)
     tokens = _rows_sent(op, problem, rank)
     if isinstance(op.group, Exchange):

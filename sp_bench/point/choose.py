@@ -87,6 +87,7 @@ def choose(request: Request) -> Choice:
     (simulate.simulate). The one chosen is simulated again without all that.
     Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate.
     """
+    assert isinstance(request.method, Method), "a peer has no plans to choose among"
     return _fastest(request, variants(request, [request.method]))
 
 

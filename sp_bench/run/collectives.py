@@ -134,9 +134,9 @@ class Collectives(GroupTransfers):
         """One round: sums are cast into the buffer that is sent, and what comes is merged with others."""
         sums, sent, received = (self._staging[StagingUse(op.lane, op.tensor, use)] for use in ("sum", "send", "recv"))
         target, source = (int(each.group.member(self._rank, way * each.shift)) for way in (1, -1))
-        into, out = ([x[: each.count] for x in buffers] for buffers in (received, sent))
+        into, out = ([x[: each.owners] for x in buffers] for buffers in (received, sent))
         exchange = self._transport.bind(self._turn(index, op), [(source, into)], [(target, out)], byte_keys(op))
-        slots = range(each.count)
+        slots = range(each.owners)
         staged = [x for slot in slots for x in self._at(op, each.first + slot, sent, slot)]
         summed = [x for slot in slots for x in self._at(op, each.first + slot, sums)]
         pairs = [(self._at(op, place, sums), self._at(op, place, received)) for place in slots]

@@ -229,9 +229,9 @@ class OperationCosts:
         """Seconds of merging what a round has brought with what the rank has of the same owners, in one kernel, and of
         casting what the next round sends."""
         rounds, tensor = op.rounds, op.tensor
-        fold_s = self._device.fold_s(self._problem, tensor, arriving=True, share=rounds[number].count)
+        fold_s = self._device.fold_s(self._problem, tensor, arriving=True, share=rounds[number].owners)
         return fold_s + (
-            self._device.cast_s(self._problem, tensor, wire=True, share=rounds[number + 1].count)
+            self._device.cast_s(self._problem, tensor, wire=True, share=rounds[number + 1].owners)
             if number + 1 < len(rounds)
             else 0.0
         )

@@ -44,13 +44,13 @@ def test_owners_get_the_partials_of_all_ranks_once(n: int) -> None:
             moves = [
                 (int(each.group.member(rank, each.shift)), owner, held.pop((rank, owner)))
                 for rank, owner in list(held)
-                if each.first <= op.place(rank, owner) < each.first + each.count
+                if each.first <= op.place(rank, owner) < each.first + each.owners
             ]
             for target, owner, parts in moves:
                 held[target, owner] = [*held[target, owner], *parts]
         assert {key: sorted(parts) for key, parts in held.items()} == {(rank, rank): [*ranks] for rank in ranks}
         assert len(op.rounds) == math.ceil(math.log2(inner)) + math.ceil(math.log2(n // inner))
-        assert sum(each.count for each in op.rounds) == n - 1
+        assert sum(each.owners for each in op.rounds) == n - 1
         assert all(op.place(rank, op.owner(rank, place)) == place for rank in ranks for place in range(n))
 
 
