@@ -78,6 +78,10 @@ class Mask(ABC):
         """The position of the first query among the keys: how many are before all queries, and dealt on their own."""
         return 0
 
+    def layout_of_keys(self, layout: Layout) -> Layout:
+        """The layout of keys where queries have this one."""
+        return layout
+
     def stretches(self, seqlen: int, kv_seqlen: int) -> tuple[int, ...]:
         """Runs of the keys that are dealt to all ranks one by one: a history, and the keys of the queries' tokens."""
         history = self.history(seqlen, kv_seqlen)

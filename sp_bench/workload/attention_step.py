@@ -18,6 +18,7 @@ from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import KV
 from sp_bench.run.buffers import Arena
+from sp_bench.run.caches import in_pages
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.graphs import GraphedEngine
@@ -40,6 +41,7 @@ class AttentionStep(EngineStep):
         problem, rank = spec.problem, context.rank if spec.alone is None else spec.alone
         self._q, self._k, self._v, self._dout = random_inputs(problem, rank, spec.seed, context.device)
         self._given_q = given_queries(problem, rank, spec.seed, self._q)
+        self._given_kv = in_pages(problem, rank, self._k, self._v)
         self._spec, self._context = spec, context
         self._sample: Sample | None = None
         self._kept: dict[str, Tensor] = {}
@@ -54,7 +56,7 @@ class AttentionStep(EngineStep):
         if "forward" not in spec.workload.phases:
             # It has its own engine, so that its buffers are gone before the backward's memory is measured.
             forward = make_engine(spec, problem, context)
-            self._saved = forward_of(forward, (self._given_q, self._k, self._v), sinks=self._sinks)[1]
+            self._saved = forward_of(forward, (self._given_q, *self._given_kv), sinks=self._sinks)[1]
             forward.close()
         plans = {phase: spec.plans[phase] for phase in spec.workload.phases}
         self._engine = make_engine(spec, problem, context, plans)
@@ -87,7 +89,7 @@ class AttentionStep(EngineStep):
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase. Only Action.EVERYTHING keeps results, and the tensors that the backward needs."""
         if phase == "forward":
-            inputs = self._given_q, self._k, self._v
+            inputs = self._given_q, *self._given_kv
             out, saved = forward_of(self._engine, inputs, action, live, self._sinks)
             results = (out,)
             if action is Action.EVERYTHING:
