@@ -255,6 +255,7 @@ class DeviceCosts:
             each_s = kernel.pieces_s(mask, q_tokens[here], kv_tokens[here], pairs[here], whole[of])
             alone_s = np.bincount(of, each_s)
             several_s = alone_s / kernel.factor(mask)
+            total_s[there] += self.keys_s(problem, phase, np.bincount(of, kv_tokens[here]))
             total_s[there] += self.launch_s + kernel.call_s(alone_s, several_s, np.bincount(of), whole, longest)
         return total_s
 
@@ -398,8 +399,9 @@ class DeviceCosts:
         block_s = self.launch_s + batch_heads * table.flops_per_pair(problem, phase) * pairs / flops_per_s
         return block_s + self.keys_s(problem, phase, len(region.kv))
 
-    def keys_s(self, problem: Problem, phase: str, tokens: int) -> float:
-        """Seconds of making the keys and values of a block of so many latents; backward also of their gradients.
+    def keys_s(self, problem: Problem, phase: str, tokens):
+        """Seconds of making the keys and values of a call of so many latents (a number, or an array of them); backward
+        also of their gradients. None where no latents travel.
 
         Forward are two matrix products, and a copy that puts the shared elements behind those made. Backward makes them
         again, and has two products for the gradients of latents and two for those of the matrices (run.latents).
