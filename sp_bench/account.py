@@ -18,7 +18,7 @@ from sp_bench.cluster import Cluster
 from sp_bench.lower import NCCL, Lowering, TensorSpec, TransportKind, lower
 from sp_bench.plan.block_classes import block_classes
 from sp_bench.plan.caches import CacheBlocks
-from sp_bench.plan.casts import rows_read
+from sp_bench.plan.casts import rows_read, works_of
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import demand, untouched_partials
 from sp_bench.plan.documents import PackBlocks
@@ -435,12 +435,17 @@ def _fresh(op: Block, index: int, flow: Dataflow, problem: Problem, lowering: Lo
 def _made_bytes(op: Block, problem: Problem) -> int:
     """Bytes of the keys and values that a block makes of latents, and backward of their gradients; 0 without latents.
 
-    A block of one chunk is computed in several calls, and one of them may have all of its keys.
+    A block of one chunk is computed in several calls, and one of them may have all of its keys. Pieces of several
+    queries that see the same keys have these several times.
     """
     if not problem.latent_dim:
         return 0
-    of_keys = {chunk for chunk in op.reads if chunk.tensor.of_keys}
-    tokens = sum(problem.field_tokens(chunk.tensor.fields[0]) for chunk in of_keys)
+    if isinstance(op, Gathered):
+        sizes = [work.sizes for work in works_of(op, problem)]
+        tokens = int(max(x.kv_tokens[x.kind == kind].sum() for x in sizes for kind in range(3)))
+    else:
+        of_keys = {chunk for chunk in op.reads if chunk.tensor.of_keys}
+        tokens = sum(problem.field_tokens(chunk.tensor.fields[0]) for chunk in of_keys)
     backward = any(chunk.tensor.of_keys for chunk in op.writes)
     each = problem.batch * problem.block_heads * (problem.head_dim + problem.value_dim) * DTYPE_BYTES[problem.dtype]
     return tokens * each * (2 if backward else 1)

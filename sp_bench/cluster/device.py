@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import Meta
 
 from sp_bench.cluster import decoding
+from sp_bench.cluster.decoding import CacheReads
 from sp_bench.cluster.head_dims import Padded, padded
 from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.kernel_table import KernelTable, Rates
@@ -59,6 +60,8 @@ class DeviceSection(Section, frozen=True, kw_only=True):
     """Seconds of a kernel's launch in a layer, outside its attention; None: launch_s."""
     host_bytes_per_s: Annotated[Positive, figure(1e9, 1e12, "bytes/s from a GPU to its host")] | None = None
     """Bytes/s of copies to pinned memory of the host, or from it, of each GPU while all copy; None: not known."""
+    caches: CacheReads | None = None
+    """What a decode step's kernel calls took by the bytes that they read; None: they read at memory_bytes_per_s."""
     transfer_slowdown: Annotated[NotNegative, figure(0, 3, "times a kernel's time beside transfers, in addition")] = 0.0
 
     def __post_init__(self) -> None:
@@ -102,6 +105,8 @@ class DeviceCosts:
     """How much longer kernels take while their rank's transfers are in flight: 0.19 is 19%."""
     host_bytes_per_s: float | None = None
     """Bandwidth of copies to pinned memory of the host, or from it; None: not known."""
+    caches: CacheReads | None = None
+    """Figures of kernels for decoding; None: not known."""
     implementation: Implementation = OURS
     """The implementation that uses the device."""
 
@@ -127,6 +132,7 @@ class DeviceCosts:
             elementwise_bytes_per_s=section.elementwise_bytes_per_s or section.memory_bytes_per_s,
             layer_launch_s=section.launch_s if section.layer_launch_s is None else section.layer_launch_s,
             transfer_slowdown=section.transfer_slowdown,
+            caches=section.caches,
             host_bytes_per_s=section.host_bytes_per_s,
         )
 
@@ -191,11 +197,13 @@ class DeviceCosts:
         if problem.v_head_dim and not (problem.decodes or table.v_head_dim):
             notes.append(f"values of {problem.v_head_dim} are padded, and take as long as values of {problem.head_dim}")
         if problem.decodes:
-            rate = f"{self.memory_bytes_per_s / 1e12:.3g} TB/s"
+            rate, known = f"at {self.memory_bytes_per_s / 1e12:.3g} TB/s", "no such kernel was measured"
+            if self.caches:
+                rate, known = "by the bytes", f"the figures of reads are {self.caches.figures}"
             tflops = self._decoded_flops_per_s(problem) / 1e12
             notes.append(
-                f"a decode step's kernel is simulated by its reads of memory at {rate}, or by its matrix products at "
-                f"{tflops:.3g} TFLOP/s, whichever take longer: no such kernel was measured"
+                f"a decode step's kernel is simulated by its reads of memory {rate}, or by its matrix products at "
+                f"{tflops:.3g} TFLOP/s, whichever take longer: {known}"
             )
         elif isinstance(problem.blocks, PackBlocks):
             notes.append(self._pack_note(problem.blocks, table.smallest))
@@ -247,6 +255,7 @@ class DeviceCosts:
             each_s = kernel.pieces_s(mask, q_tokens[here], kv_tokens[here], pairs[here], whole[of])
             alone_s = np.bincount(of, each_s)
             several_s = alone_s / kernel.factor(mask)
+            total_s[there] += self.keys_s(problem, phase, np.bincount(of, kv_tokens[here]))
             total_s[there] += self.launch_s + kernel.call_s(alone_s, several_s, np.bincount(of), whole, longest)
         return total_s
 
@@ -254,7 +263,8 @@ class DeviceCosts:
         """Seconds of a decode step's kernel call for the rows of some chunks, of all sequences: (n,), by the chunk of
         keys that they see (cluster.decoding)."""
         reads_s, products_s = self._decoded_s(problem, queries)
-        return np.where(reads_s > 0, decoding.KERNELS * self.launch_s + np.maximum(reads_s, products_s), 0.0)
+        launches = 1 if self.caches else decoding.KERNELS  # figures have both kernels, and what is between them
+        return np.where(reads_s > 0, launches * self.launch_s + np.maximum(reads_s, products_s), 0.0)
 
     def reads_bind(self, problem: Problem) -> bool:
         """Whether reads of caches take longer than products in a decode step's call for all rows."""
@@ -264,7 +274,8 @@ class DeviceCosts:
     def _decoded_s(self, problem: Problem, queries: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of the reads, and of the matrix products, of such a call: (n,) each."""
         moved, flops = decoding.work(problem, queries)
-        return moved / self.memory_bytes_per_s, flops / self._decoded_flops_per_s(problem)
+        reads_s = self.caches.seconds(moved) if self.caches else moved / self.memory_bytes_per_s
+        return reads_s, flops / self._decoded_flops_per_s(problem)
 
     def _decoded_flops_per_s(self, problem: Problem) -> float:
         """FLOP/s of a decode step's matrix products: those of a large forward block."""
@@ -388,8 +399,9 @@ class DeviceCosts:
         block_s = self.launch_s + batch_heads * table.flops_per_pair(problem, phase) * pairs / flops_per_s
         return block_s + self.keys_s(problem, phase, len(region.kv))
 
-    def keys_s(self, problem: Problem, phase: str, tokens: int) -> float:
-        """Seconds of making the keys and values of a block of so many latents; backward also of their gradients.
+    def keys_s(self, problem: Problem, phase: str, tokens):
+        """Seconds of making the keys and values of a call of so many latents (a number, or an array of them); backward
+        also of their gradients. None where no latents travel.
 
         Forward are two matrix products, and a copy that puts the shared elements behind those made. Backward makes them
         again, and has two products for the gradients of latents and two for those of the matrices (run.latents).

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sp_bench.kernels import BlockKernel
+from sp_bench.kernels.pieces import Pieces
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import RegionKind
 
@@ -96,14 +97,26 @@ class Expanding:
         self._see(c, k, values, out, lse)
         return out, lse
 
+    def forward_pieces(self, q: Tensor, c: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+        """As BlockKernel.forward_pieces."""
+        k, values = expanded(c, self._latents.of(self._heads))
+        out, lse = self._kernel.forward_pieces(q, k, values, pieces)
+        self._see(c, k, values, out, lse)
+        return out, lse
+
     def gradients(
-        self, dout: Tensor, q: Tensor, c: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RegionKind
+        self, dout: Tensor, q: Tensor, c: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RegionKind | Pieces
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As BlockKernel.gradients: (dq, the gradient of c_BS1W, one of no width)."""
+        """As BlockKernel.gradients, or gradients_of_pieces: (dq, the gradient of c_BS1W, one of no width)."""
         matrices = self._latents.of(self._heads)
         k, values = expanded(c, matrices)
-        dq, dk, dv = self._kernel.gradients(dout, q, k, values, out, lse, mask)
+        if isinstance(mask, Pieces):
+            dq, dk, dv = self._kernel.gradients_of_pieces(dout, q, k, values, out, lse, mask)
+        else:
+            dq, dk, dv = self._kernel.gradients(dout, q, k, values, out, lse, mask)
         dc = folded(dk, dv, matrices)
         self._latents.add_gradients(c, dk, dv, self._heads)
         self._see(c, k, values, dq, dk, dv, dc)
         return dq, dc, v
+
+    gradients_of_pieces = gradients

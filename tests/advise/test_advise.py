@@ -151,3 +151,10 @@ def test_bad_requests(arguments: list[str], says: str, capsys: pytest.CaptureFix
 
 def test_sizes() -> None:
     assert (size("60GB"), size("1.5 GiB")) == (60e9, 1.5 * 2**30)
+
+
+def test_latents_that_travel_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpus=8", "heads=8", "head_dim=192", "v_head_dim=128", "latent_dim=512"]) == 2
+    assert "latent_dim=512: is what no framework and no module here sends yet" in " ".join(
+        capsys.readouterr().err.split()
+    )

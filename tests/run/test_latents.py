@@ -7,9 +7,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from sp_bench.errors import RequestError
+from sp_bench.kernels import choose
+from sp_bench.kernels.pieces import Pieces
 from sp_bench.methods import REGISTRY
+from sp_bench.plan import Problem
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.regions import Region, RegionKind
+from sp_bench.run.latents import Expanding, Latents
 from tests.run.latent_jobs import NAMES, find_errors, of_latents
 from tests.run.matrix import DTYPES, everything
 from tests.support.attention_cases import Case, of_each_method, of_one_batch_entry
@@ -65,3 +72,36 @@ def test_each_method(ranks: Ranks, count: int) -> None:
 def test_every_variant(ranks: Ranks, n: int) -> None:
     cases = with_latents(everything(n))
     assert_exact(ranks, cases if n != 3 else of_each_method(cases, 2, turn=1))
+
+
+def test_pieces_are_their_regions_and_add_to_the_matrices_gradients() -> None:
+    """Of heads that are evenly apart, and of those that aren't."""
+    regions = (Region(RegionKind.CAUSAL, range(2, 6), range(4)), Region(RegionKind.CAUSAL, range(6, 10), range(5, 9)))
+    pieces, device = Pieces(regions, torch.device("cpu")), torch.device("cpu")
+    problem = Problem(
+        n=1, seqlen=16, heads=6, kv_heads=1, head_dim=16, v_head_dim=8, latent_dim=20, rope_dim=4, dtype="float64",
+        layout=LAYOUTS["contiguous"],
+    )  # fmt: skip
+    kernel, source = choose("auto", "cpu", "float64", 16), torch.Generator().manual_seed(2)
+    for heads in ([0, 2, 4], [1, 2, 5]):
+        shapes = (2, 16, 3, 16), (2, 16, 1, 24), (2, 16, 3, 8)
+        q, c, dout = (torch.randn(shape, generator=source, dtype=torch.float64) for shape in shapes)
+        at_once, one_by_one = (Latents.random(problem, 5, device) for _ in range(2))
+        assert at_once and one_by_one
+        none = c[..., :0]
+        given = q[:, pieces.queries], c[:, pieces.keys], none[:, pieces.keys]
+        kernels = [Expanding(kernel, each, torch.tensor(heads), lambda *x: None) for each in (at_once, one_by_one)]
+        out, lse = kernels[0].forward_pieces(*given, pieces)
+        dq, dc, dv = kernels[0].gradients_of_pieces(dout[:, pieces.queries], *given, out, lse, pieces)
+        assert dv.shape[3] == 0
+        for i, region in enumerate(regions):
+            rows, mine = (slice(each.start, each.stop) for each in (region.q, region.kv))
+            part = slice(4 * i, 4 * i + 4)
+            alone, its_lse = kernels[1].forward(q[:, rows], c[:, mine], none[:, mine], region.kind)
+            torch.testing.assert_close(out[:, part], alone)
+            found = kernels[1].gradients(
+                dout[:, rows], q[:, rows], c[:, mine], none[:, mine], alone, its_lse, region.kind
+            )
+            torch.testing.assert_close((dq[:, part], dc[:, part]), found[:2])
+        torch.testing.assert_close(at_once.gradients, one_by_one.gradients)
+        assert all(set(x.flatten(1).any(1).nonzero().flatten().tolist()) == set(heads) for x in at_once.gradients)
