@@ -29,9 +29,8 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
     q, k, v, dout = random_inputs(small, context.rank, spec.seed, context.device)
     asked = given_queries(small, context.rank, spec.seed, q)
     cached = in_pages(small, context.rank, k, v)
-    given = [
-        x.clone() for x in (asked, *cached, dout)
-    ]  # a function that changes its inputs doesn't change what is right
+    # A function that changes its inputs doesn't change what is right.
+    given = [x.clone() for x in (asked, *cached, dout)]
     engine, sinks = make_engine(spec, small, context), sinks_of(spec, small, context.device)
     sunk = None if sinks is None else SunkRows(sinks)
     results: list[Tensor] = []

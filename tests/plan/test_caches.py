@@ -21,8 +21,7 @@ METHODS = sorted(method.name for method in REGISTRY.values() if method.takes_cac
 
 @st.composite
 def problems(draw: st.DrawFn, most: int = 6) -> Problem:
-    """Sequences of any lengths on 1 to `most` ranks, each rank with some row and some key of each sequence, in runs or in
-    pages."""
+    """Sequences of any lengths on 1 to `most` ranks, each rank with some key of each sequence, in runs or in pages."""
     page = draw(st.sampled_from([None, None, 1, 3, 5]))
     n, new, share = draw(st.integers(1, most)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4, 8]))
     least = max(n, new, (n - 1) * (page or 0) + 1)

@@ -147,11 +147,12 @@ def test_caches_of_pages_are_rounded_up() -> None:
 
 
 LATENT = ("kv_heads=1", "v_head_dim=8", "decode.latent=true")
+PAGES = ("decode.page_tokens=8",)
 
 
 @pytest.mark.parametrize(
     ("method", "more"),
-    [("helix", ()), ("dcp", ()), ("pass_q", ()), ("tree", ()), ("helix", LATENT), ("helix", ("decode.page_tokens=8",))],
+    [*((name, ()) for name in ("helix", "dcp", "pass_q", "tree")), ("helix", LATENT), ("helix", PAGES)],
 )
 def test_a_measured_step(method: str, more: tuple[str, ...], tmp_path: Path) -> None:
     overrides = (*SMALL, "gpus=2", "batch=3", "seqlen=2", "kv_seqlen=65", f"method={method}", "dtype=float32", *more)
