@@ -101,6 +101,7 @@ CHOSEN = (
     f"method=ring model=llama3_8b workload=prefill prefill.chunk=64k prefill.tensor_parallel=2 {H100}",
     f"method=ring mask=chunked chunk=64k method.layout=zigzag {H100}",
     "method=tree workload=decode gpus=64 batch=32 kv_seqlen=128k heads=32 kv_heads=8 cluster=h100_ndr400",
+    "method=pass_q workload=decode gpus=8 batch=3 kv_seqlen=20001 decode.page_tokens=64 kv_heads=8 cluster=h100_ndr400",
     "method=ring model=gpt_oss_20b train.parameters=sharded gpus=16 seqlen=128k cluster=h100_ndr400",
 )
 WHOLE = {"causal": "", "full": "causal=false"}
