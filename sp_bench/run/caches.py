@@ -83,20 +83,23 @@ def page_rows(problem: Problem, rank: int, device: torch.device) -> Tensor | Non
     return torch.cat(rows).to(device)
 
 
-def in_pages(problem: Problem, rank: int, *keys: Tensor) -> tuple[Tensor, ...]:
+def in_pages(problem: Problem, rank: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values, (B, keys, heads, D), in pools of (B, pages x tokens, heads, D); as they are without pages.
 
     What is left in the last page of a cache is NaN, which no result may show.
     """
-    rows = page_rows(problem, rank, keys[0].device)
+    rows = page_rows(problem, rank, k.device)
     if rows is None:
-        return keys
+        return k, v
     assert isinstance(problem.mask, Caches) and problem.mask.page is not None, "it has rows"
     held = len(problem.keys.positions(rank)) * problem.mask.page
-    pools = [x.new_full((x.shape[0], held, *x.shape[2:]), math.nan) for x in keys]
-    for pool, x in zip(pools, keys, strict=True):
-        pool[:, rows] = x
-    return tuple(pools)
+
+    def pool(x: Tensor) -> Tensor:
+        made = x.new_full((x.shape[0], held, *x.shape[2:]), math.nan)
+        made[:, rows] = x
+        return made
+
+    return pool(k), pool(v)
 
 
 class _Call(NamedTuple):
