@@ -16,8 +16,6 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Self
 
-import numpy as np
-
 from sp_bench.errors import RequestError
 
 Positions = tuple[range, ...]
@@ -218,56 +216,6 @@ def _striped(chunk: int, chunks: int, seqlen: int) -> Positions:
 
 def _zigzag(chunk: int, chunks: int, seqlen: int) -> Positions:
     return tuple(filter(None, (piece(i, 2 * chunks, seqlen) for i in (chunk, 2 * chunks - 1 - chunk))))
-
-
-@dataclass(frozen=True)
-class Pages:
-    """Pages of so many tokens, dealt to chunks in turn: chunk c has pages c, c + chunks, ..."""
-
-    tokens: int
-
-    def __call__(self, chunk: int, chunks: int, seqlen: int) -> Positions:
-        """The positions of a chunk, a run for each page."""
-        starts = range(chunk * self.tokens, seqlen, chunks * self.tokens)
-        return tuple(range(start, min(start + self.tokens, seqlen)) for start in starts)
-
-    def before(self, position, chunk, chunks: int):
-        """How many of a chunk's tokens are before a position; both may be arrays."""
-        rounds, rest = position // (chunks * self.tokens), position % (chunks * self.tokens)
-        return rounds * self.tokens + np.clip(rest - chunk * self.tokens, 0, self.tokens)
-
-    def most(self, chunks: int, seqlen: int) -> int:
-        """The most pages that a chunk has, of which the last may not be full."""
-        return -(-seqlen // (chunks * self.tokens))
-
-
-@dataclass(frozen=True)
-class Paged(Layout):
-    """A layout by pages, for ranks that each have whole chunks."""
-
-    ranges: Pages  # pyright: ignore[reportIncompatibleMethodOverride]
-
-    def chunk_tokens(self, chunk, chunks: int, seqlen: int):
-        tokens = self.ranges.before(seqlen, chunk, chunks)
-        return int(tokens) if isinstance(chunk, int) else tokens
-
-    def tokens(self, rank, n: int, seqlen: int):
-        return self.chunk_tokens(rank, n, seqlen)
-
-    def is_even(self, n: int, seqlen: int) -> bool:
-        return seqlen % (n * self.ranges.tokens) == 0
-
-    def most(self, n: int, seqlen: int) -> int:
-        return self.chunk_tokens(0, n, seqlen)
-
-    def largest(self, n: int, seqlen: int) -> int:
-        return self.most(n, seqlen)
-
-    def boundary(self, chunks: int, seqlen: int) -> int:
-        raise NotImplementedError("chunks differ in their last page")
-
-    def refuse(self, n: int, seqlen: int, key: str = "seqlen") -> None:
-        """Take any number of tokens."""
 
 
 LAYOUTS = {
