@@ -140,12 +140,13 @@ def memory(planned: Memory, ranks: Sequence[RankResult]) -> Memory:
             peak_active_bytes_max=max(active),
             peak_reserved_bytes_max=max(reserved),
         )
-    kinds = any(rank.memory.kinds for rank in ranks)
+    kinds = ranks[0].memory.kinds
     live, grown = [rank.memory.live_bytes for rank in ranks], [rank.memory.grown_bytes for rank in ranks]
     found = replace(planned, peak_rss_growth_bytes_max=max(grown), peak_rss_growth_bytes_min=min(grown))
     if not any(live):  # a peer's tensors can't be seen
         return found
-    source = "parameters, gradients, optimizer, activations and " * kinds + "the executor's live tensors"
+    trained = "gradients, optimizer, " if "gradients" in kinds else ""
+    source = f"parameters, {trained}activations and " * bool(kinds) + "the executor's live tensors"
     return replace(found, peak_mem_source=source, peak_mem_bytes_max=max(live), peak_mem_bytes_min=min(live))
 
 

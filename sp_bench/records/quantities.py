@@ -470,8 +470,8 @@ class TrainingStep:
     optimizer_bytes: int | None = None
     """The optimizer's state."""
     activations_bytes: int | None = None
-    """Bytes that the backward keeps of the forward: the attention's inputs and outputs, the head's gradient too. Without
-    a backward the most that a feed-forward network holds, its residual stream included."""
+    """Bytes that the backward keeps of the forward: the attention's inputs and outputs, the head's gradient too.
+    Without a backward the most that a feed-forward network holds, its residual stream included."""
     attention_bytes: int | None = None
     """The peak of one attention: its inputs, buffers, accumulators and results."""
     gathered_bytes: int | None = None

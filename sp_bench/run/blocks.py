@@ -268,8 +268,8 @@ class Blocks:
         return fused if bound else None
 
     def _once(self, *blocks: Attend | AttendBackward) -> Perform | None:
-        """A call for queries that meet their own keys here, so once for each: it adds to their outputs the keys that all
-        ranks hold, and sinks. None if no queries do."""
+        """A call for queries that meet their own keys here, so once for each: it adds sinks, and keys that all ranks
+        hold, to their outputs. None if no queries do."""
         degree, rank = self._problem.layout.head_parallel, self._rank
         own = [
             block

@@ -98,22 +98,14 @@ class Denoise(Train):
         return super().build(config, phases)
 
     def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:
-        """Raise RequestError as Train does, and for patches that ranks can't have in equal numbers beside joint text."""
-        text = self.model.joint_tokens
-        super().refuse(replace(problem, seqlen=problem.keys.seqlen, kv_seqlen=None) if text else problem, mode, peer)
-        if text and not (problem.queries.is_even and problem.keys.is_even):
-            pieces = problem.n * problem.layout.pieces
-            patches = max(problem.keys.seqlen // pieces, 1) * pieces
+        """Raise RequestError as Train does, and for patches that ranks can't share evenly beside joint text."""
+        text, patches = self.model.joint_tokens, problem.keys.seqlen
+        super().refuse(replace(problem, seqlen=patches, kv_seqlen=None) if text else problem, mode, peer)
+        if text and patches % problem.n:
             rule = (
-                f"must be a multiple of {pieces}, so that all ranks have as many patches beside the text that all hold"
+                f"must be a multiple of the {problem.n} ranks: each has as many patches beside the text that all hold"
             )
-            works = f"seqlen={patches} would work"
-            if text * problem.n % pieces:
-                rule, works = (
-                    rule + f", and model.text_tokens={text} of 2",
-                    works.replace(" would", f" model.text_tokens={text + 1} would"),
-                )
-            raise RequestError(f"seqlen={problem.keys.seqlen}", rule, works)
+            raise RequestError(f"seqlen={patches}", rule, f"seqlen={patches // problem.n * problem.n} would work")
 
     def on(self, device: DeviceCosts, problem: Problem) -> Denoise:
         """The same: parameters are on every rank."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sp_bench.workload.dit import Denoise
 
 
-class _Seen:
+class Seen:
     """The outputs of a denoiser's attentions, layer by layer, and how they are computed."""
 
     def __init__(self, attention: Engine | ExactAttention) -> None:
@@ -42,14 +42,16 @@ class _Seen:
 
 
 def gate(workload: Denoise, spec: Spec, context: RankContext) -> GateErrors:
-    """Errors of the point's plans in a narrow model on fewer patches: of the layer whose attention is off most, and of the
-    patches. All ranks must call it."""
+    """Errors of the point's plans in a narrow model on fewer patches. All ranks must call it.
+
+    They are those of the layer whose attention is off most, and of the patches.
+    """
     model = workload.model.small()
     problem = _small(spec.problem, model.joint_tokens, gate_tokens(spec.problem, model.layers, context.device.type))
     denoiser = Denoiser(model, problem, spec.seed, context.rank, context.device)
     engine = make_engine(spec, problem, context)
     assert isinstance(engine, Engine)
-    seen = _Seen(engine)
+    seen = Seen(engine)
     patches = denoiser.predicted(denoiser.latent(0), seen)
     engine.close()
     context.alive()
@@ -71,14 +73,12 @@ def _small(problem: Problem, text: int, tokens: int) -> Problem:
     """The problem with so many patches at most, dealt as the point's are, and less text."""
     if not problem.mask.held:
         return problem.scaled(tokens)
-    pieces = problem.n * problem.layout.pieces
-    patches = max(min(tokens, problem.keys.seqlen) // pieces, 1) * pieces
-    text += text * problem.n % pieces > 0
+    patches = min(tokens, problem.keys.seqlen) // problem.n * problem.n
     return replace(problem, seqlen=patches + problem.n * text, kv_seqlen=patches, mask=Joint(text))
 
 
 def _whole(workload: Denoise, spec: Spec, problem: Problem, context: RankContext) -> tuple[Tensor, list[Tensor]]:
-    """The same model on one process, in fp64 and with exact attention: its patches, and the output of each attention."""
+    """(patches, output of each attention) of the same model on one process, in fp64 and with exact attention."""
     text = problem.mask.held
     mask = problem.mask
     alone = replace(
@@ -93,5 +93,5 @@ def _whole(workload: Denoise, spec: Spec, problem: Problem, context: RankContext
         layout=LAYOUTS["contiguous"],
     )
     denoiser = Denoiser(workload.model.small(), alone, spec.seed, 0, context.device)
-    seen = _Seen(ExactAttention(FULL if text else mask, context.rank, problem.n, context.alive))
+    seen = Seen(ExactAttention(FULL if text else mask, context.rank, problem.n, context.alive))
     return denoiser.predicted(denoiser.latent(0), seen), seen.outs

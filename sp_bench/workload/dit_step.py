@@ -49,7 +49,7 @@ class DenoiseStep(EngineStep):
         self._last: tuple[Tensor, ...] = ()
         """q, k, v, the held keys and values, and the output of the last attention; empty unless it is watched."""
         self._watched = False
-        self._activation_bytes = self._attention_bytes = 0
+        self._activation_bytes = self._residual_bytes = self._attention_bytes = 0
 
     @property
     def engine(self) -> Engine:
@@ -79,7 +79,10 @@ class DenoiseStep(EngineStep):
             self._predicted = predicted
         if live and self._live:
             self._attention_bytes = max(self._attention_bytes, self._live.peak)
-            live.peak = sum(self.memory().values())
+            held = self.memory()
+            # What a feed-forward holds is gone when the next attention begins, but for the residual stream.
+            of_layer = max(held["activations"], self._residual_bytes + held["attention"])
+            live.peak = held["parameters"] + of_layer
 
     def parts(self, phase: str) -> Mapping[str, float]:
         """Seconds of the last execution by part: the attention as a whole, and its own parts."""
@@ -112,10 +115,8 @@ class DenoiseStep(EngineStep):
         self._watched = False
         q, k, v, *held, out = self._last
         problem = whole_attention(self._spec.problem)
-        keys = tuple(
-            with_share(x, of_all, self._context.rank, problem) for x, of_all in zip((k, v), held, strict=False)
-        )
-        k, v = keys or (k, v)
+        if held:
+            k, v = (with_share(*pair, self._context.rank, problem) for pair in zip((k, v), held, strict=True))
         sample = sampled(problem, self._context.rank, self._spec.seed)
         inputs: Inputs = q, k, v, q  # of dout no row is looked at
         return errors_of_rows(problem, self._context, inputs, sample.of({"out": out}), sample)
@@ -154,7 +155,7 @@ class DenoiseStep(EngineStep):
                 found: dict[str, int] = {}
 
                 def input_of(module: Any, given: tuple[Tensor, ...], into: dict[str, int] = found) -> None:
-                    into["residual"] = given[0].nbytes
+                    into["residual"] = self._residual_bytes = given[0].nbytes
 
                 def both_of(module: Any, given: tuple[Tensor, ...], out: Tensor, into: dict[str, int] = found) -> None:
                     into["up"] = given[0].nbytes + out.nbytes

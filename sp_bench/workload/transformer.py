@@ -100,8 +100,8 @@ class Layer(nn.Module):
     ) -> Tensor:
         """The layer's output, (B, S, M). It keeps for the backward what `recompute` leaves.
 
-        `time_BM` is the embedding of the diffusion time or, where layers share the matrix of modulations, (B, 6 M), what
-        that makes of it. `text_BTM` is what its cross-attention sees.
+        `time_BM` is the embedding of the diffusion time or, where layers share the matrix of modulations, its product,
+        (B, 6 M). `text_BTM` is what its cross-attention sees.
         """
 
         def whole(x_BSM: Tensor) -> Tensor:
