@@ -148,22 +148,6 @@ def denoising_errors(specs: Sequence[Spec]) -> list[tuple[float, float | None]]:
     return found
 
 
-def gates_of_text(spec: Spec) -> tuple[str, str]:
-    """What the gate finds wrong with a denoising step, and with one whose engine gets other text than all have."""
-    group, found = group_of(spec.problem.n, spec.problem), []
-    context, forward = context_of(group, dist.get_rank()), Engine.forward
-    for changed in (False, True):
-        if changed:
-            Engine.forward = lambda self, q, k, v, held=(), **more: forward(
-                self, q, k, v, held=tuple(x.roll(1, 2) for x in held), **more
-            )
-        try:
-            found.append(spec.gate(context).wrong(spec.problem.dtype))
-        finally:
-            Engine.forward = forward
-    return found[0], found[1]
-
-
 def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from sp_bench.errors import RequestError
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import Joint
 from sp_bench.plan.problem import Problem
+from sp_bench.run.engine import Engine, Saved
 from sp_bench.workload import Denoise, Dit
 from tests.support.marks import exhaustive
 from tests.support.ranks import Ranks
@@ -71,13 +73,18 @@ def test_any_number_of_patches_and_text_tokens(
     assert_exact(ranks, [f"method={method} {shape}"])
 
 
-def test_the_gate_sees_text_that_is_left_out(ranks: Ranks) -> None:
-    """It passes as it is, and not if ranks hold other text."""
-    spec = training(
-        "model=tiny_dit", "phase=forward", "gpus=4", "method=ring", "seqlen=64", "dtype=float32", *JOINT.split()
-    )
-    right, wrong = ranks.run(jobs.gates_of_text, spec)[0]
-    assert right == "" and "out is off by" in wrong
+def test_the_gate_sees_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes as it is, and not if an engine gets the text of other heads."""
+    given = ("model=tiny_dit", "phase=forward", "gpus=1", "method=ring", "seqlen=64", "dtype=float32")
+    spec, context = training(*given, *JOINT.split()), jobs.context_of(None, 0)
+    assert spec.gate(context).wrong("float32") == ""
+    forward = Engine.forward
+
+    def of_other_heads(self: Engine, *tensors: Tensor, held: tuple[Tensor, ...]) -> tuple[Tensor, Saved]:
+        return forward(self, *tensors, held=tuple(x.roll(1, 2) for x in held))
+
+    monkeypatch.setattr(Engine, "forward", of_other_heads)
+    assert "out is off by" in spec.gate(context).wrong("float32")
 
 
 @pytest.mark.parametrize(
