@@ -18,9 +18,9 @@ class ForwardCosts(LayerCosts):
     note: ClassVar[str]
     """A remark for a reader of its simulated times."""
     sources: ClassVar[str]
-    """What its peak of memory is made of."""
+    """The parts of its peak of memory, in words."""
     would_fit: ClassVar[str]
-    """What makes it fit a device with too little memory."""
+    """Remedies for a device with too little memory, in words."""
 
     degree: int = 1
     """The degree of tensor parallelism."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,30 @@ def test_measured_records_hold_together(tmp_path: Path) -> None:
     assert record.parameters_bytes < record.peak_mem_bytes_max < record.parameters_bytes + record.activations_bytes * 2
     (path,) = (path for path in tmp_path.glob("*.json") if path.name.count(".") == 1)
     assert problems_of(path) == []
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "dit.md"
+ROWS = re.findall(r"^\| (FLUX.1|HunyuanVideo) \| (.+?) \| ([\d.]+) \| ([\d.]+) \| (-?\d+)% \|$", PAGE.read_text(), re.M)
+SHAPES = {
+    "FLUX.1": (28, ("seqlen=4608", "model.text_tokens=0")),
+    "HunyuanVideo": (50, ("seqlen=118800", "model.layers=60", "model.text_tokens=256")),
+}
+"""Denoising steps of an image or video, and their shape."""
+FORMS = {"1": ("reference", 1), "ulysses 2 x ring 2": ("usp", 4)}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=" ".join)
+def test_the_page_has_what_is_simulated(row: tuple[str, ...]) -> None:
+    """The published times stand there as xDiT prints them."""
+    model, form, published, printed, error = row
+    steps, shape = SHAPES[model]
+    method, gpus = FORMS.get(form) or (form.split()[0], int(form.split()[1]))
+    degree = ("method.ulysses=2",) if method == "usp" else ()
+    record = step(*FLUX, "kernel=flash_attn", f"method={method}", f"gpus={gpus}", *degree, *shape)
+    seconds = steps * record.step_ms_median / 1e3
+    assert float(printed) == pytest.approx(seconds, rel=0.005)
+    assert int(error) == round(100 * (seconds / float(published) - 1))
+
+
+def test_the_page_has_all_rows() -> None:
+    assert len(ROWS) == 10
