@@ -27,13 +27,13 @@ from torch import Tensor
 
 from sp_bench.calibrating.clock import CLOCKS, cpu_seconds
 from sp_bench.cli.arguments import only_keys, run_command
-from sp_bench.cluster.device import FLOPS_PER_PAIR
 from sp_bench.errors import RequestError, unknown
 from sp_bench.kernels import KERNELS, BlockKernel, auto_order, fold_
 from sp_bench.kernels.contract import empty_output
 from sp_bench.kernels.fold import fold_bytes, fold_unfused_
 from sp_bench.markdown import of_rows
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.problem import flops_per_pair
 from sp_bench.plan.regions import RegionKind
 from sp_bench.workload import GateErrors
 from sp_bench.workload.exactness import NAMES, relative_error, squared_norms
@@ -190,7 +190,7 @@ def _rates(bench: Bench, kernel: BlockKernel, mask: RegionKind, tokens: int) -> 
     row = {"kernel": kernel.name, "mask": mask.value, "tokens": str(tokens), "batch": str(batch)}
     calls = partial(kernel.forward, q, k, v, mask), partial(kernel.backward, dout, q, k, v, out, lse, mask)
     for phase, call in zip(PHASES, calls, strict=True):
-        flops = FLOPS_PER_PAIR[phase] * pairs * batch * bench.heads * bench.head_dim
+        flops = flops_per_pair(phase, bench.head_dim, bench.head_dim) * pairs * batch * bench.heads
         rate = flops / bench.seconds(call) / 1e12
         known = published(kernel.name, phase, mask.value, tokens, bench.head_dim)
         row |= {phase: f"{rate:.3g}", "published " + phase: f"{known:g} ({rate / known:.0%})" if known else ""}

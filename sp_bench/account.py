@@ -18,13 +18,13 @@ from sp_bench.cluster import Cluster
 from sp_bench.lower import NCCL, Lowering, TensorSpec, TransportKind, lower
 from sp_bench.plan.block_classes import block_classes
 from sp_bench.plan.caches import CacheBlocks
-from sp_bench.plan.casts import rows_read
+from sp_bench.plan.casts import rows_read, works_of
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import demand, untouched_partials
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import Block, Bundle, Chunk, Collective, Fused, Gathered, Op, Pass, Plan, RowSums, Transfer
-from sp_bench.plan.problem import DTYPE_BYTES, Problem
+from sp_bench.plan.problem import DTYPE_BYTES, Problem, flops_per_pair
 from sp_bench.plan.tensors import DKV, DO, DQ, KV, OUT, Kind, O, Q, Tensor, named
 from sp_bench.plan.transfers import messages, peers
 
@@ -233,9 +233,8 @@ def model_flops(problem: Problem, phase: str) -> float:
     Of a history of P keys, every query sees all: 4 B N P H D more. Forward one of the two matrix products is of values,
     which may be narrower, backward two of five.
     """
-    of_keys, of_values = (1, 1) if phase == "forward" else (3, 2)
-    width = of_keys * problem.head_dim + of_values * problem.value_dim
-    return 2.0 * problem.batch * problem.pairs * problem.heads * width
+    per_pair = flops_per_pair(phase, problem.head_dim, problem.value_dim)
+    return float(problem.batch * problem.pairs * problem.heads * per_pair)
 
 
 def pairs(plan: Plan, problem: Problem) -> np.ndarray:
@@ -333,6 +332,7 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     for index, op in plan:
         if isinstance(op, Block):
             result[index] = sum(map(result_bytes, _fresh(op, index, flow, problem, lowering)))
+            result[index] += _made_bytes(op, problem)
         if isinstance(op, Gathered):
             result[index] += _ordered_bytes(op, problem)
             result[index] -= sum(of_rows[chunk] for chunk in op.writes if chunk in of_rows)  # not yet
@@ -430,6 +430,25 @@ def _fresh(op: Block, index: int, flow: Dataflow, problem: Problem, lowering: Lo
         for chunk in written
         if chunk in cut or (chunk not in lowering.unsummed and not (as_held and flow.starts(index, chunk)))
     ]
+
+
+def _made_bytes(op: Block, problem: Problem) -> int:
+    """Bytes of the keys and values that a block makes of latents, and backward of their gradients; 0 without latents.
+
+    A block of one chunk is computed in several calls, and one of them may have all of its keys. Pieces of several
+    queries that see the same keys have these several times.
+    """
+    if not problem.latent_dim:
+        return 0
+    if isinstance(op, Gathered):
+        sizes = [work.sizes for work in works_of(op, problem)]
+        tokens = int(max(x.kv_tokens[x.kind == kind].sum() for x in sizes for kind in range(3)))
+    else:
+        of_keys = {chunk for chunk in op.reads if chunk.tensor.of_keys}
+        tokens = sum(problem.field_tokens(chunk.tensor.fields[0]) for chunk in of_keys)
+    backward = any(chunk.tensor.of_keys for chunk in op.writes)
+    each = problem.batch * problem.block_heads * (problem.head_dim + problem.value_dim) * DTYPE_BYTES[problem.dtype]
+    return tokens * each * (2 if backward else 1)
 
 
 def _cut(op: Fused) -> frozenset[Chunk]:

@@ -122,7 +122,7 @@ def answers(
             for i, name in asked:
                 (point,) = composer.points(for_method(questions[i].overrides, name), sweep=False)
                 configs.append(composer.compose(point))
-                _refuse_decode(configs[-1])
+                _refuse_others(configs[-1])
                 yield configs[-1]
 
         found: dict[int, Answer] = {}
@@ -140,8 +140,12 @@ def answers(
     return [found[i] for i in range(len(questions))]
 
 
-def _refuse_decode(config: Mapping[str, Any]) -> None:
-    """Raise RequestError for a model that is there for its decode steps."""
+def _refuse_others(config: Mapping[str, Any]) -> None:
+    """Raise RequestError for a model that is there for its decode steps, and for latents that travel."""
+    if config["latent_dim"] is not None:
+        rule = "is what no framework and no module here sends yet, so that advice has no code for it"
+        works = "latent_dim=null kv_heads=null, or a point or sweep of the methods, would work"
+        raise RequestError(f"latent_dim={config['latent_dim']}", rule, works)
     if config["workload"] == "decode":
         rule = "is the shape of a decode step (workload=decode), and advice is about whole sequences"
         works = "with heads, kv_heads, head_dim and v_head_dim in its place it would work"

@@ -9,8 +9,9 @@ import numpy as np
 
 from sp_bench.calibrating.layer_figures import layer_rates
 from sp_bench.calibrating.setting import Costs, Links, Samples, Setting
-from sp_bench.cluster.device import FLOPS_PER_PAIR, DeviceCosts
+from sp_bench.cluster.device import DeviceCosts
 from sp_bench.cluster.kernel_table import RATES
+from sp_bench.plan.problem import flops_per_pair
 
 DIGITS = 4
 LEAST_WORK = 0.1
@@ -116,7 +117,7 @@ def block_flops(name: str, q_tokens: int, kv_tokens: int, setting: Setting) -> f
     """The FLOPs of a block. `name` is its phase and mask, such as forward_full."""
     phase, _, mask = name.partition("_")
     pairs = q_tokens * kv_tokens if mask == "full" else q_tokens * (q_tokens + 1) // 2
-    return FLOPS_PER_PAIR[phase] * pairs * setting.heads * setting.head_dim
+    return flops_per_pair(phase, setting.head_dim, setting.head_dim) * pairs * setting.heads
 
 
 def _table(dtype: str, setting: Setting, costs: Costs, launch_s: float) -> dict[str, Any]:

@@ -49,8 +49,9 @@ def shape(record: Record) -> str:
 
 
 def widths(record: Record) -> str:
-    """Elements of a head, and of its values if they are fewer, such as `192/128`."""
-    return f"{record.head_dim}/{record.v_head_dim}" if record.v_head_dim else str(record.head_dim)
+    """Elements of a head, of its values if they are fewer, and of latents if they travel: `192/128 of 512+64`."""
+    latents = f" of {record.latent_dim}+{record.rope_dim}" if record.latent_dim else ""
+    return (f"{record.head_dim}/{record.v_head_dim}" if record.v_head_dim else str(record.head_dim)) + latents
 
 
 def lengths(record: Record) -> str:

@@ -1,5 +1,12 @@
 """The work of a decode step's kernel call: its reads of caches, and the tiles of its matrix products.
 
+A cluster file may have the seconds that calls took by the bytes that they read:
+
+    caches:
+      figures: published                      # published, measured, or assumed
+      source: where they are from
+      read_s: {2.1e+6: 4.5e-6, 8.4e+6: 6.3e-6}  # a launch apart; between points linear in logarithms
+
 A call reads the keys and values of every sequence once, for all of its rows, and takes as long as that or as its matrix
 products, whichever is longer. These are of tiles of rows, of which a sequence fills one or more. A long cache is cut
 into parts that several multiprocessors compute, which a second kernel puts together (FlashDecoding, Dao et al. 2023).
@@ -8,15 +15,36 @@ into parts that several multiprocessors compute, which a second kernel puts toge
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from msgspec import Meta
 
 from sp_bench.plan.caches import CacheBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import KV, OUT, Q
+from sp_bench.reading import Positive, Section, figure
 
 KERNELS = 2
 """Launches of a call: one for the parts of caches, one that puts them together."""
+
+
+class CacheReads(Section, frozen=True, kw_only=True):
+    """The section `caches` of a cluster file's device."""
+
+    figures: Literal["published", "measured", "assumed"]
+    source: Any = None
+    read_s: Annotated[dict[Positive, Annotated[Positive, figure(1e-7, 10, "seconds of a call")]], Meta(min_length=2)]
+
+    def seconds(self, moved_bytes: np.ndarray) -> np.ndarray:
+        """Seconds of calls by the bytes that they move: at least those of the smallest known, and beyond the largest at
+        its rate; 0 of none."""
+        known = np.array(sorted(self.read_s.items()))
+        least, most = known[0], known[-1]
+        inside = np.exp(np.interp(np.log(np.maximum(moved_bytes, least[0])), *np.log(known).T))
+        return np.where(moved_bytes > 0, np.maximum(inside, moved_bytes * most[1] / most[0]), 0.0)
+
+
 ROWS_OF_A_TILE = 64
 """Rows that a kernel for decoding multiplies at once, filled or not: those of Hopper's matrix instructions."""
 

@@ -12,10 +12,11 @@ import numpy as np
 from msgspec import Meta
 
 from sp_bench.cluster import decoding
+from sp_bench.cluster.decoding import CacheReads
 from sp_bench.cluster.head_dims import Padded, padded
 from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.kernel_table import KernelTable, Rates
-from sp_bench.cluster.variable import FLOPS_PER_PAIR, Kernel, blocks_s, joined_s
+from sp_bench.cluster.variable import Kernel, blocks_s, joined_s
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.intervals import Sizes
@@ -59,6 +60,8 @@ class DeviceSection(Section, frozen=True, kw_only=True):
     """Seconds of a kernel's launch in a layer, outside its attention; None: launch_s."""
     host_bytes_per_s: Annotated[Positive, figure(1e9, 1e12, "bytes/s from a GPU to its host")] | None = None
     """Bytes/s of copies to pinned memory of the host, or from it, of each GPU while all copy; None: not known."""
+    caches: CacheReads | None = None
+    """What a decode step's kernel calls took by the bytes that they read; None: they read at memory_bytes_per_s."""
     transfer_slowdown: Annotated[NotNegative, figure(0, 3, "times a kernel's time beside transfers, in addition")] = 0.0
 
     def __post_init__(self) -> None:
@@ -102,6 +105,8 @@ class DeviceCosts:
     """How much longer kernels take while their rank's transfers are in flight: 0.19 is 19%."""
     host_bytes_per_s: float | None = None
     """Bandwidth of copies to pinned memory of the host, or from it; None: not known."""
+    caches: CacheReads | None = None
+    """Figures of kernels for decoding; None: not known."""
     implementation: Implementation = OURS
     """The implementation that uses the device."""
 
@@ -127,6 +132,7 @@ class DeviceCosts:
             elementwise_bytes_per_s=section.elementwise_bytes_per_s or section.memory_bytes_per_s,
             layer_launch_s=section.launch_s if section.layer_launch_s is None else section.layer_launch_s,
             transfer_slowdown=section.transfer_slowdown,
+            caches=section.caches,
             host_bytes_per_s=section.host_bytes_per_s,
         )
 
@@ -157,7 +163,8 @@ class DeviceCosts:
             )
         fits = any(table.fits(problem) for table in known) or padded(known, problem)
         if not (fits or problem.decodes):  # the time of a decode step is that of reads, for any width
-            head_dims = " or ".join(map(str, sorted({table.head_dim for table in known})))
+            widths = sorted({(table.head_dim, table.v_head_dim or table.head_dim) for table in known})
+            head_dims = " or ".join(f"{k}" if k == v else f"{k} with v_head_dim={v}" for k, v in widths)
             raise RequestError(
                 f"head_dim={problem.head_dim}",
                 f"the kernel figures of {self.name} are for head_dim {head_dims}, and rates differ by it",
@@ -187,14 +194,16 @@ class DeviceCosts:
             notes.append(table.note())
         elif table.figures == "assumed":
             notes.append(f"the kernel rates of {self.name} are assumptions, at least in part")
-        if problem.v_head_dim and not problem.decodes:
+        if problem.v_head_dim and not (problem.decodes or table.v_head_dim):
             notes.append(f"values of {problem.v_head_dim} are padded, and take as long as values of {problem.head_dim}")
         if problem.decodes:
-            rate = f"{self.memory_bytes_per_s / 1e12:.3g} TB/s"
+            rate, known = f"at {self.memory_bytes_per_s / 1e12:.3g} TB/s", "no such kernel was measured"
+            if self.caches:
+                rate, known = "by the bytes", f"the figures of reads are {self.caches.figures}"
             tflops = self._decoded_flops_per_s(problem) / 1e12
             notes.append(
-                f"a decode step's kernel is simulated by its reads of memory at {rate}, or by its matrix products at "
-                f"{tflops:.3g} TFLOP/s, whichever take longer: no such kernel was measured"
+                f"a decode step's kernel is simulated by its reads of memory {rate}, or by its matrix products at "
+                f"{tflops:.3g} TFLOP/s, whichever take longer: {known}"
             )
         elif isinstance(problem.blocks, PackBlocks):
             notes.append(self._pack_note(problem.blocks, table.smallest))
@@ -246,6 +255,7 @@ class DeviceCosts:
             each_s = kernel.pieces_s(mask, q_tokens[here], kv_tokens[here], pairs[here], whole[of])
             alone_s = np.bincount(of, each_s)
             several_s = alone_s / kernel.factor(mask)
+            total_s[there] += self.keys_s(problem, phase, np.bincount(of, kv_tokens[here]))
             total_s[there] += self.launch_s + kernel.call_s(alone_s, several_s, np.bincount(of), whole, longest)
         return total_s
 
@@ -253,7 +263,8 @@ class DeviceCosts:
         """Seconds of a decode step's kernel call for the rows of some chunks, of all sequences: (n,), by the chunk of
         keys that they see (cluster.decoding)."""
         reads_s, products_s = self._decoded_s(problem, queries)
-        return np.where(reads_s > 0, decoding.KERNELS * self.launch_s + np.maximum(reads_s, products_s), 0.0)
+        launches = 1 if self.caches else decoding.KERNELS  # figures have both kernels, and what is between them
+        return np.where(reads_s > 0, launches * self.launch_s + np.maximum(reads_s, products_s), 0.0)
 
     def reads_bind(self, problem: Problem) -> bool:
         """Whether reads of caches take longer than products in a decode step's call for all rows."""
@@ -263,7 +274,8 @@ class DeviceCosts:
     def _decoded_s(self, problem: Problem, queries: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of the reads, and of the matrix products, of such a call: (n,) each."""
         moved, flops = decoding.work(problem, queries)
-        return moved / self.memory_bytes_per_s, flops / self._decoded_flops_per_s(problem)
+        reads_s = self.caches.seconds(moved) if self.caches else moved / self.memory_bytes_per_s
+        return reads_s, flops / self._decoded_flops_per_s(problem)
 
     def _decoded_flops_per_s(self, problem: Problem) -> float:
         """FLOP/s of a decode step's matrix products: those of a large forward block."""
@@ -290,7 +302,8 @@ class DeviceCosts:
 
     def _kernel(self, problem: Problem, phase: str) -> Kernel:
         batch_heads = problem.batch * problem.block_heads
-        return Kernel(self._table(problem), phase, batch_heads, problem.head_dim, problem.dtype)
+        table = self._table(problem)
+        return Kernel(table, phase, batch_heads, table.flops_per_pair(problem, phase), problem.dtype)
 
     def fold_s(
         self,
@@ -357,19 +370,25 @@ class DeviceCosts:
         return self.launch_s + moved_bytes / bytes_per_s if moved_bytes else 0.0
 
     def _table(self, problem: Problem) -> KernelTable | Padded:
-        if not any(table.fits(problem) for table in self.tables) and (found := padded(self.tables, problem)):
+        fitting = [table for table in self.tables if table.fits(problem)]
+        if not fitting and (found := padded(self.tables, problem)):
             return found
         # Measured points may have a dtype or head_dim without figures: the nearest table then ranks their variants.
-        return min(
-            self.tables,
-            key=lambda t: (problem.dtype not in t.dtypes, abs(math.log2(t.head_dim / problem.head_dim))),
+        return (
+            fitting[0]
+            if fitting
+            else min(
+                self.tables,
+                key=lambda t: (problem.dtype not in t.dtypes, abs(math.log2(t.head_dim / problem.head_dim))),
+            )
         )
 
     def _region_s(self, problem: Problem, phase: str, region: Region) -> float:
         full, batch_heads = region.kind is RegionKind.FULL, problem.batch * problem.block_heads
         # A kernel works on tiles of rows: STRICT, which is one row less, takes as long as CAUSAL.
         pairs = region.pairs if full else region._replace(kind=RegionKind.CAUSAL).pairs
-        flops_per_s = self._table(problem).flops_per_s(
+        table = self._table(problem)
+        flops_per_s = table.flops_per_s(
             phase,
             "full" if full else "causal",
             len(region.q),
@@ -377,7 +396,29 @@ class DeviceCosts:
             batch_heads=batch_heads,
             dtype=problem.dtype,
         )
-        return self.launch_s + FLOPS_PER_PAIR[phase] * pairs * batch_heads * problem.head_dim / flops_per_s
+        block_s = self.launch_s + batch_heads * table.flops_per_pair(problem, phase) * pairs / flops_per_s
+        return block_s + self.keys_s(problem, phase, len(region.kv))
+
+    def keys_s(self, problem: Problem, phase: str, tokens):
+        """Seconds of making the keys and values of a call of so many latents (a number, or an array of them); backward
+        also of their gradients. None where no latents travel.
+
+        Forward are two matrix products, and a copy that puts the shared elements behind those made. Backward makes them
+        again, and has two products for the gradients of latents and two for those of the matrices (run.latents).
+        """
+        if not problem.latent_dim:
+            return 0.0
+        rows, heads = problem.batch * tokens, problem.block_heads
+        made = problem.made_dim + problem.value_dim
+        flops = 2.0 * rows * heads * made * problem.latent_dim
+        copied = rows * heads * (problem.made_dim + problem.head_dim)
+        products, copies = 2, 1
+        if phase == "backward":  # elements of gradients lie together for the products, and the shared ones are summed
+            flops, products, copies = 3 * flops, 6, 4
+            copied += rows * heads * (2 * problem.made_dim + (problem.rope_dim or 0))
+        moved_s = copied * DTYPE_BYTES[problem.dtype] / self.memory_bytes_per_s
+        launches_s = (products + copies) * self.launch_s
+        return launches_s + moved_s + flops / self.matmul_flops_per_s(problem.dtype)
 
 
 def same_model(found: str, figures: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sp_bench.cluster.kernel_table import KernelTable
-from sp_bench.plan.problem import Problem
+from sp_bench.plan.problem import Problem, flops_per_pair
 
 FLASH_ATTENTION_2 = (32, 64, 96, 128, 192, 256)
 BUILT = {
@@ -39,6 +39,8 @@ class Padded:
     tables: tuple[KernelTable, ...]
     """The kernel's figures for `computed`, or for the sizes next below and above it."""
     figures: str = "assumed"
+    v_head_dim: None = None
+    """Values are padded too."""
 
     @property
     def kernel(self) -> str:
@@ -59,6 +61,10 @@ class Padded:
     def variable_least_s(self) -> Mapping[str, float]:
         """As of the kernel's first figures (KernelTable.variable_least_s)."""
         return self.tables[0].variable_least_s
+
+    def flops_per_pair(self, problem: Problem, phase: str) -> int:
+        """FLOPs of a (query, key) pair of a head, counted without the padding of keys."""
+        return flops_per_pair(phase, problem.head_dim, problem.head_dim)
 
     def idle_blocks_s(self, phase: str, pieces, tokens, longest, batch_heads):
         """As of the kernel's first figures (KernelTable.idle_blocks_s)."""
@@ -100,7 +106,8 @@ class Padded:
 
 def padded(tables: Iterable[KernelTable], problem: Problem) -> Padded | None:
     """The rates of the first kernel whose figures give them for the problem's head_dim; None if there is none."""
-    usable = [table for table in tables if problem.dtype in table.dtypes and table.kernel in BUILT]
+    wide = [table for table in tables if not table.v_head_dim]
+    usable = [table for table in wide if problem.dtype in table.dtypes and table.kernel in BUILT]
     for kernel in dict.fromkeys(table.kernel for table in usable):
         own = sorted((table for table in usable if table.kernel == kernel), key=lambda table: table.head_dim)
         computed = next((size for size in BUILT[kernel] if size >= problem.head_dim), None)

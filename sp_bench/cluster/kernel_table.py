@@ -8,6 +8,7 @@ A device has any number of tables, each for one kernel, head_dim and set of dtyp
         figures: published        # published, measured, or assumed
         source: where they are from
         head_dim: 128
+        v_head_dim: 64            # of a kernel that takes narrower values as such; default: values as wide as keys
         dtypes: {bfloat16: 1.0}   # each with a factor on the rates
         heads: 16                 # heads of the blocks that the rates were measured at
         total_tokens: 16384       # tokens of a batch of these blocks; null: a batch of one
@@ -51,7 +52,7 @@ from msgspec import Meta, field
 from sp_bench.cluster.waves import CausalOrder, Waves
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.problem import Problem
+from sp_bench.plan.problem import Problem, flops_per_pair
 from sp_bench.reading import Count, Positive, Section, figure
 
 Block = Annotated[
@@ -74,6 +75,7 @@ class Rates(Section, frozen=True, kw_only=True):
     figures: Literal["published", "measured", "assumed"]
     source: Any = None
     head_dim: Annotated[Count, figure(8, 1024, "elements of a head")]
+    v_head_dim: Annotated[Count, figure(8, 1024, "elements of a head of values")] | None = None
     dtypes: dict[str, Annotated[Positive, figure(1e-3, 100, "times the table's rates")]]
     heads: Annotated[Count, figure(1, 4096, "heads of the blocks that were timed")] | None = None
     total_tokens: Annotated[Count, figure(64, 2**24, "tokens of the batch that was timed")] | None = None
@@ -183,6 +185,8 @@ class KernelTable:
     figures: str
     """published, measured or assumed."""
     head_dim: int
+    v_head_dim: int | None
+    """The width of values, if the kernel takes some that are narrower than keys."""
     dtypes: Mapping[str, float]
     """{dtype: factor on the rates}."""
     smallest: int
@@ -215,6 +219,7 @@ class KernelTable:
             kernel=rates.kernel or name,
             figures=rates.figures,
             head_dim=rates.head_dim,
+            v_head_dim=rates.v_head_dim,
             dtypes=rates.dtypes,
             smallest=max(min(min(pair) for pair in known) for known in points.values()),
             waves=waves,
@@ -225,8 +230,13 @@ class KernelTable:
         )
 
     def fits(self, problem: Problem) -> bool:
-        """Whether the table has the problem's dtype and head_dim."""
-        return problem.dtype in self.dtypes and problem.head_dim == self.head_dim
+        """Whether the table has the problem's dtype and head_dim, and its values are no wider."""
+        wide_enough = problem.value_dim <= (self.v_head_dim or self.head_dim)
+        return problem.dtype in self.dtypes and problem.head_dim == self.head_dim and wide_enough
+
+    def flops_per_pair(self, problem: Problem, phase: str) -> int:
+        """FLOPs of a (query, key) pair of a head that the kernel computes: values narrower than its own are padded."""
+        return flops_per_pair(phase, problem.head_dim, self.v_head_dim or problem.head_dim)
 
     def flops_per_s(
         self, phase: str, mask: str, q_tokens: int, kv_tokens: int, *, batch_heads: int, dtype: str

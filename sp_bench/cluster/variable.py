@@ -17,8 +17,6 @@ from sp_bench.cluster.head_dims import Padded
 from sp_bench.cluster.kernel_table import KernelTable
 from sp_bench.plan.documents import PackBlocks
 
-FLOPS_PER_PAIR = {"forward": 4, "backward": 10}
-"""FLOPs per (query, key) pair, head and head_dim element: two matrix products forward, five backward."""
 MOSTLY_FULL = 0.75
 """Pieces that compute at least this share of the pairs of their queries and keys go by the rates of full blocks."""
 LENGTHS_AN_OCTAVE = 2
@@ -33,7 +31,8 @@ class Kernel(NamedTuple):
     table: KernelTable | Padded
     phase: str
     batch_heads: int
-    head_dim: int
+    flops_per_pair: int
+    """FLOPs of a (query, key) pair of a head."""
     dtype: str
 
     def pieces_s(self, mask: str, q_tokens, kv_tokens, pairs, whole) -> np.ndarray:
@@ -44,7 +43,7 @@ class Kernel(NamedTuple):
         outer = q_tokens if self.phase == "forward" else kv_tokens
         heads = self.batch_heads * np.maximum(1, np.round(whole / outer))
         rates = self.table.flops_per_s_of(self.phase, mask, q_tokens, kv_tokens, batch_heads=heads, dtype=self.dtype)
-        return FLOPS_PER_PAIR[self.phase] * self.batch_heads * self.head_dim * pairs / rates
+        return self.batch_heads * self.flops_per_pair * pairs / rates
 
     def factor(self, mask: str) -> float:
         """The rate of a call of several pieces over that of its pieces."""

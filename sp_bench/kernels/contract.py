@@ -2,8 +2,8 @@
 
 Shapes: q_BSHD and out_BSHD are (batch, tokens, heads, head_dim), k and v have kv_heads, lse_BHS is (batch, heads,
 tokens). heads must be a multiple of kv_heads; query head h attends to key head h // (heads / kv_heads). Values, outputs
-and their gradients may have fewer elements a head than keys. They are padded with zeros, since not all backends take
-two widths: it changes no result, and takes as long as wide values do.
+and their gradients may have fewer elements a head than keys. Where a backend doesn't take the two widths they are
+padded with zeros: it changes no result, and takes as long as wide values do.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class BlockKernel(ABC):
     """The modules besides torch's that it calls, with the distribution that each is installed by."""
     published_as: ClassVar[str] = ""
     """The kernel with the same code, whose published figures are this one's too."""
+    narrow: ClassVar[frozenset[tuple[int, int]]] = frozenset()
+    """The widths (of keys, of values) that the backend takes as they are, besides equal ones."""
     varlen: ClassVar[bool] = False
     """Whether it has `_forward_varlen` and `_backward_varlen`."""
     persistent_on: ClassVar[tuple[int, ...]] = ()
@@ -67,7 +69,7 @@ class BlockKernel(ABC):
 
         A row that saw no key is out = 0, lse = -inf. All kinds but FULL need as many keys as queries.
         """
-        if v.shape[3] < k.shape[3]:
+        if v.shape[3] < k.shape[3] and self.pads(k.shape[3], v.shape[3]):
             out, lse = self.forward(q, k, _padded(v, k), mask)
             return _narrowed(out, v), lse
         _square(q, k, mask)
@@ -76,7 +78,7 @@ class BlockKernel(ABC):
             return out.flip(1), lse.flip(2)
         if mask is not RegionKind.STRICT and q.shape[1] and k.shape[1]:
             return self._forward(q, k, v, mask is RegionKind.CAUSAL)
-        out, lse = empty_output(q)
+        out, lse = empty_output(q, width=v.shape[3])
         rows, columns = _seen(q, k, mask)
         if rows.stop > rows.start and columns.stop > columns.start:
             out[:, rows], lse[:, :, rows] = self._forward(q[:, rows], k[:, columns], v[:, columns], True)
@@ -92,7 +94,7 @@ class BlockKernel(ABC):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RegionKind
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`backward`, given an lse that is `harmless`, which rows of many blocks need but once."""
-        if v.shape[3] < k.shape[3]:
+        if v.shape[3] < k.shape[3] and self.pads(k.shape[3], v.shape[3]):
             dq, dk, dv = self.gradients(_padded(dout, q), q, k, _padded(v, k), _padded(out, q), lse, mask)
             return dq, dk, _narrowed(dv, v)
         _square(q, k, mask)
@@ -112,13 +114,17 @@ class BlockKernel(ABC):
                 grad[:, part_slice] = part
         return grads[0], grads[1], grads[2]
 
+    def pads(self, head_dim: int, value_dim: int) -> bool:
+        """Whether values of that width are computed as wide as keys."""
+        return value_dim < head_dim and (head_dim, value_dim) not in self.narrow
+
     def takes_varlen(self, head_dim: int) -> bool:
         """Whether it takes pieces of different sizes in one call."""
         return self.varlen
 
     def forward_pieces(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
         """`forward` of pieces: q, k and v are gathered, and so are (out, lse)."""
-        if v.shape[3] < k.shape[3]:
+        if v.shape[3] < k.shape[3] and self.pads(k.shape[3], v.shape[3]):
             out, lse = self.forward_pieces(q, k, _padded(v, k), pieces)
             return _narrowed(out, v), lse
         if self.takes_varlen(q.shape[3]):
@@ -126,13 +132,13 @@ class BlockKernel(ABC):
             out, lse = self._forward_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), pieces, cu_q, cu_kv)
             return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
         out, lse = self._forward(_stacked(q, pieces), _stacked(k, pieces), _stacked(v, pieces), pieces.causal)
-        return out.reshape(q.shape), _in_line(lse, pieces)
+        return out.reshape(*q.shape[:3], v.shape[3]), _in_line(lse, pieces)
 
     def gradients_of_pieces(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`gradients` of pieces: all tensors are gathered, and so are (dq, dk, dv)."""
-        if v.shape[3] < k.shape[3]:
+        if v.shape[3] < k.shape[3] and self.pads(k.shape[3], v.shape[3]):
             wide = _padded(dout, q), q, k, _padded(v, k), _padded(out, q)
             dq, dk, dv = self.gradients_of_pieces(*wide, lse, pieces)
             return dq, dk, _narrowed(dv, v)
@@ -194,11 +200,12 @@ def _in_line(lse: Tensor, pieces: Pieces) -> Tensor:
     return lse.unflatten(0, (-1, len(pieces.regions))).transpose(1, 2).flatten(2)
 
 
-def empty_output(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """(out_BSHD, lse_BHS) of rows that saw no key, 0 and -inf: the neutral element of a fold."""
+def empty_output(q: Tensor, dtype: torch.dtype | None = None, *, width: int | None = None) -> tuple[Tensor, Tensor]:
+    """(out_BSHD, lse_BHS) of rows that saw no key, 0 and -inf: the neutral element of a fold. `width` is that of
+    values, if they are narrower."""
     batch, tokens, heads, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = torch.zeros(q.shape, dtype=dtype or q.dtype, device=q.device)
+    out = torch.zeros((*q.shape[:3], width or q.shape[3]), dtype=dtype or q.dtype, device=q.device)
     return out, torch.full((batch, heads, tokens), -math.inf, dtype=lse_dtype, device=q.device)
 
 

@@ -31,6 +31,7 @@ class FlashAttn4(CudaKernel):
     name = "flash_attn_4"
     majors = (9, 10, 11, 12)
     persistent_on = (10, 11)
+    narrow = frozenset({(192, 128)})
     varlen = True
     package = "flash_attn.cute.interface"
     packages: ClassVar[Mapping[str, str]] = {"flash_attn.cute": "flash-attn-4"}

@@ -138,6 +138,11 @@ class Peer(ABC):
             raise RequestError(
                 f"v_head_dim={problem.v_head_dim}", rule, "v_head_dim=null, or another method, would work"
             )
+        if problem.latent_dim:
+            rule = "a peer is called with keys and values of all heads"
+            raise RequestError(
+                f"latent_dim={problem.latent_dim}", rule, "latent_dim=null, or another method, would work"
+            )
         unit = problem.n * (2 if self.layout == "zigzag" else 1)
         if problem.seqlen % unit:
             low, high = problem.seqlen // unit * unit, (problem.seqlen // unit + 1) * unit

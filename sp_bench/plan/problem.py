@@ -19,6 +19,14 @@ from sp_bench.plan.padded_heads import PaddedHeads
 from sp_bench.plan.tensors import Field, Kind, Tensor
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "forward_backward": (4, 3)}
+"""By phase, how many matrix products of a block are as wide as keys, and how many as wide as values."""
+
+
+def flops_per_pair(phase: str, head_dim: int, value_dim: int) -> int:
+    """FLOPs of a (query, key) pair of a head, recomputation left out: 4 D forward and 10 D backward for one width."""
+    of_keys, of_values = PRODUCTS[phase]
+    return 2 * (of_keys * head_dim + of_values * value_dim)
 
 
 def heads_of_a_key_head(heads: int, kv_heads: int) -> int:
@@ -52,9 +60,14 @@ class Problem:
     v_head_dim: int | None = None
     """Elements of a head of values and outputs if they are fewer, as in multi-head latent attention (DeepSeek-V2, Liu
     et al. 2024, section 2.1); `value_dim` is their number in any case."""
-    latent: bool = False
+    absorbed: bool = False
     """Whether values are the first `value_dim` elements of keys, so that a token has one tensor of both: multi-head
     latent attention with queries that have absorbed the matrix from latents to keys."""
+    latent_dim: int | None = None
+    """Elements of the latent that a block makes its keys and values of, if ranks hold and send that in their place: one
+    head of it, and of `rope_dim` elements of keys that all heads share (run.latents)."""
+    rope_dim: int | None = None
+    """Elements of a head of keys that are not made of the latent."""
     batch: int = 1
     mask: Mask = CAUSAL
     dtype: str = "bfloat16"
@@ -88,6 +101,7 @@ class Problem:
         if self.value_dim > self.head_dim:
             rule = f"kernels pad values to the width of keys, head_dim={self.head_dim}"
             raise RequestError(f"v_head_dim={self.v_head_dim}", rule, f"v_head_dim={self.head_dim} or less would work")
+        self._refuse_latents()
         self.mask.refuse(self.seqlen, self.kv_seqlen)
         if not self.decodes:  # caches refuse ranks without keys, and may have few rows
             self.queries.refuse()
@@ -95,6 +109,23 @@ class Problem:
         assert self.head_slices % self.query_parts == 0, "every slice of the key heads has as many of the query heads"
         group = self.padded_heads // self.padded_kv_heads
         assert self.query_parts == 1 or group % self.query_parts == 0, "groups of heads are cut"
+
+    def _refuse_latents(self) -> None:
+        if self.latent_dim is None:
+            return
+        asked = f"latent_dim={self.latent_dim}"
+        if self.kv_heads > 1:
+            rule = "all heads have their keys of one latent, which is the one head that travels"
+            raise RequestError(f"{asked}, kv_heads={self.kv_heads}", rule, "kv_heads=1 would work")
+        if self.rope_dim is None or not 0 <= self.rope_dim < self.head_dim:
+            rule = f"are those of head_dim={self.head_dim} that are not made of the latent, and not all are such"
+            raise RequestError(f"rope_dim={self.rope_dim}", rule, f"rope_dim={self.head_dim // 3} would work")
+        if self.decodes:
+            rule = "a step makes no keys of what is cached: its queries have absorbed the matrices"
+            raise RequestError(f"{asked}, workload=decode", rule, "latent_dim=null decode.latent=true would work")
+        if self.mask.in_pieces:
+            rule = "blocks of pieces of chunks make no keys"
+            raise RequestError(f"{asked}, mask={self.mask.name}", rule, "mask=causal would work")
 
     @cached_property
     def queries(self) -> Shards:
@@ -126,17 +157,23 @@ class Problem:
         """Elements of a head of values and outputs."""
         return self.v_head_dim or self.head_dim
 
+    @property
+    def made_dim(self) -> int:
+        """Elements of a head of keys that are made of a latent; none if none travels."""
+        return self.head_dim - (self.rope_dim or 0) if self.latent_dim else 0
+
     def width(self, field: Field) -> int:
         """Elements of a head of a field; none of values that are part of keys."""
-        if self.latent and field.of_keys and field.of_values:
-            return 0
+        if field.of_keys and (self.absorbed or self.latent_dim):
+            of_keys = self.head_dim if self.absorbed else self.latent_dim + self.rope_dim
+            return 0 if field.of_values else of_keys
         return self.value_dim if field.of_values else self.head_dim
 
     @property
     def measured_as(self) -> str:
         """The class of problems whose measurements say how far simulations of this one are off (point.backing)."""
         apart = ["other keys than queries"] if self.kv_seqlen else []
-        apart += ["latent keys"] if self.latent else ["narrow values"] if self.v_head_dim else []
+        apart += ["latent keys"] if self.absorbed or self.latent_dim else ["narrow values"] if self.v_head_dim else []
         return ", ".join(apart) or self.mask.measured_as
 
     @property

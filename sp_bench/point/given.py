@@ -9,6 +9,7 @@ from typing import Any, Self
 from msgspec import structs
 
 from sp_bench import records
+from sp_bench.errors import RequestError
 from sp_bench.launch import Launch
 from sp_bench.machine import Devices
 from sp_bench.peers.peer import PEER
@@ -21,7 +22,7 @@ from sp_bench.workload.base import SINKS
 
 NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", "trace")
 """Keys that don't affect a point's numbers, and so are left out of its run_id."""
-SHAPE = ("seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim", "v_head_dim")
+SHAPE = ("seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "latent_dim", "rope_dim")
 """Fields of a problem that have the same names in a config and in a record."""
 
 
@@ -36,6 +37,8 @@ class Values(Section, frozen=True, kw_only=True):
     kv_heads: Count
     head_dim: Count
     v_head_dim: Count | None
+    latent_dim: Count | None
+    rope_dim: Natural | None
     trace: Natural
     iters: Count
     warmup: Natural
@@ -46,12 +49,21 @@ class Values(Section, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Those of a config, with kv_heads filled in, and without a kv_seqlen or v_head_dim that says nothing new.
+        """Those of a config, with kv_heads and rope_dim filled in: all heads or, of latents, one; as many elements as
+        values have fewer than keys. A kv_seqlen or v_head_dim that says nothing new is left out.
 
         Raises RequestError for an invalid one.
         """
         given = {key: config[key] for key in cls.__struct_fields__}
-        found = read(cls, given | {"kv_heads": given["heads"] if given["kv_heads"] is None else given["kv_heads"]})
+        kv_heads = given["kv_heads"]
+        if kv_heads is None:
+            kv_heads = given["heads"] if given["latent_dim"] is None else 1
+        found = read(cls, given | {"kv_heads": kv_heads})
+        if found.latent_dim is None and found.rope_dim is not None:
+            rule = "are elements of keys that are not made of a latent, and none travels"
+            raise RequestError(f"rope_dim={found.rope_dim}", rule, "latent_dim=512, or rope_dim=null, would work")
+        if found.latent_dim and found.rope_dim is None:
+            found = structs.replace(found, rope_dim=found.head_dim - (found.v_head_dim or found.head_dim))
         alike = {"kv_seqlen": found.seqlen, "v_head_dim": found.head_dim}
         return structs.replace(found, **{key: None for key, usual in alike.items() if getattr(found, key) == usual})
 

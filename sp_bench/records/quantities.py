@@ -43,6 +43,10 @@ class Asked:
     """Elements of a head."""
     v_head_dim: Annotated[int | None, Setting("value dimension")] = None
     """Elements of a head of values and outputs, if they are fewer than those of queries and keys."""
+    latent_dim: Annotated[int | None, Setting("latent dimension")] = None
+    """Elements of the latent that travels, and that keys and values of all heads are made of, if one does."""
+    rope_dim: Annotated[int | None, Setting()] = None
+    """Elements of a key that are not made of the latent, and travel with it."""
     mask: Annotated[str, Setting("mask")] = ""
     """The name of the attention mask. Files without it get causal or full, by `causal`."""
     causal: Annotated[bool, Setting()]

@@ -13,11 +13,11 @@ from sp_bench.cluster.device import same_model
 from sp_bench.errors import RequestError
 from sp_bench.packing import lengths_of
 from sp_bench.plan.documents import Chunked, Documents, Window
+from sp_bench.plan.problem import PRODUCTS, flops_per_pair
 from sp_bench.reading import Tokens, read
 from sp_bench.records.record import Record
 from sp_bench.resources import CONF, conf_content
 
-PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "forward_backward": (4, 3)}
 """How many matrix products of a block are as wide as keys, and how many as wide as values, by phase."""
 MATRICES = {"forward": 1.0, "backward": 2.0, "forward_backward": 3.0}
 """FLOPs of a model's matrices in a step over those of its forward, by phase."""
@@ -43,9 +43,8 @@ def step_flops(record: Record) -> float | None:
         return None
     if pairs is None:
         return None
-    of_keys, of_values = PRODUCTS[record.phase]
-    width = of_keys * record.head_dim + of_values * (record.v_head_dim or record.head_dim)
-    attention = 2.0 * record.batch * pairs * record.heads * width
+    per_pair = flops_per_pair(record.phase, record.head_dim, record.v_head_dim or record.head_dim)
+    attention = float(record.batch * pairs * record.heads * per_pair)
     if record.workload == "dit" and record.phase == "forward":
         return _denoising_flops(record, pairs)
     if record.workload == "attention":

@@ -22,9 +22,9 @@ def workload_id(record: Mapping[str, Any]) -> str:
     """The workload of a record's fields, in words: attention/forward_backward/causal/1048576x1/32:32:128/bfloat16.
 
     The parts are the operation, with its model (model_in_words) if it is a training step, the phase, the mask,
-    seqlen (:kv_seqlen) x batch, heads:kv_heads:head_dim (:v_head_dim, :latent), and the dtype. With a window or packed
-    documents the mask has them too; documents are a hash of where their lengths come from. Method, GPUs, cluster and
-    software are no part of it: records of one workload answer one question.
+    seqlen (:kv_seqlen) x batch, heads:kv_heads:head_dim (:v_head_dim, :latent), and the dtype. A latent that travels
+    has its widths. With a window or packed documents the mask has them too; documents are a hash of where their lengths
+    come from. Method, GPUs, cluster and software are no part of it: records of one workload answer one question.
     """
     mask = str(record.get("mask") or ("causal" if record["causal"] else "full"))
     if record.get("documents") or record.get("window"):
@@ -38,6 +38,7 @@ def workload_id(record: Mapping[str, Any]) -> str:
     named = ("heads", "kv_heads", "head_dim", *(["v_head_dim"] if record.get("v_head_dim") else []))
     heads = ":".join(str(record[key]) for key in named)
     asked = ((record.get("config") or {}).get("decode") or {}).get("latent")  # a record that failed has it there alone
+    heads += f":latent{record['latent_dim']}+{record['rope_dim']}" if record.get("latent_dim") else ""
     heads += ":latent" if record.get("latent_keys") or (record["workload"] == "decode" and asked) else ""
     keys = f":{record['kv_seqlen']}" if record.get("kv_seqlen") else ""
     size = f"{record['seqlen']}{keys}x{record['batch']}"

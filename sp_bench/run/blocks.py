@@ -25,6 +25,7 @@ from sp_bench.run.caches import attend_caches
 from sp_bench.run.execution import FOLDS, KERNELS, REST, WAITS, Execution
 from sp_bench.run.fused import cut, end_to_end, operands
 from sp_bench.run.holdings import Holdings
+from sp_bench.run.latents import Expanding, Latents
 from sp_bench.run.partials import Rows, Sum, Sums, Tensors, tokens_of
 from sp_bench.run.slices import one_slice
 
@@ -49,15 +50,26 @@ class Blocks:
     """Makes the calls of a plan's blocks, folds and bundles on one rank."""
 
     def __init__(
-        self, plan: Plan, problem: Problem, rank: int, kernel: BlockKernel, sums: Sums, device: torch.device
+        self,
+        plan: Plan,
+        problem: Problem,
+        rank: int,
+        kernel: BlockKernel,
+        sums: Sums,
+        device: torch.device,
+        latents: Latents | None = None,
     ) -> None:
+        """With `latents`, chunks of keys are those that a block makes its keys and values of."""
         self._problem, self._rank, self._kernel, self._sums, self._device = problem, rank, kernel, sums, device
+        self._latents = latents
         self._windows: Callable[[Place, Place], list[Window]] = cache(self._find_windows)
         self._released = row_sums_released(plan)
 
     def call(self, index: int, op: Op, *, compute: bool) -> Perform:
         """The call of operation `index`; without `compute` it only waits, as a Join does, but for bundles."""
         do = self._bound(op) if compute or isinstance(op, Bundle) else None
+        if do is not None and self._latents:
+            do = self._seen(do)
         released = self._released.get(index)
         if not released:
             return do or _nothing
@@ -69,6 +81,22 @@ class Blocks:
                 run.holdings.drop(chunk)
 
         return do_and_release
+
+    def _seen(self, do: Perform) -> Perform:
+        """The call, of which the keys that blocks make are seen by its execution."""
+
+        def do_and_see(run: Execution) -> None:
+            self._running = run
+            do(run)
+
+        return do_and_see
+
+    def _kernel_of(self, queries: Chunk) -> BlockKernel | Expanding:
+        """The kernel of blocks of these queries, given what their chunks of keys have."""
+        if self._latents is None:
+            return self._kernel
+        heads = self._heads(queries)(torch.arange(self._problem.heads))
+        return Expanding(self._kernel, self._latents, heads, lambda *x: self._running.see(*x))
 
     def _bound(self, op: Op) -> Perform | None:
         match op:
@@ -124,7 +152,7 @@ class Blocks:
         self, q_chunk: Chunk, o: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
     ) -> Callable[[Execution, Tensors], None]:
         """A function that computes and folds O of windows, given the keys and values that `take` takes rows out of."""
-        kernel = self._kernel
+        kernel = self._kernel_of(q_chunk)
         bound = [(self._take(q_chunk, w.q), take(w.kv), w.kind, self._sums.at(o, w.q)) for w in windows]
 
         def forward(run: Execution, of_kv: Tensors) -> None:
@@ -148,7 +176,7 @@ class Blocks:
         self, q_chunk: Chunk, dq_chunk: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
     ) -> Callable[..., None]:
         """A function that computes and adds dQ of windows. Its last argument adds a window's (dk, dv) by number."""
-        kernel = self._kernel
+        kernel = self._kernel_of(q_chunk)
         bound = [
             (number, self._take(q_chunk, w.q), take(w.kv), w.kind, self._sums.at(dq_chunk, w.q))
             for number, w in enumerate(windows)
@@ -242,11 +270,11 @@ class Blocks:
             return [self._sums.at(into[chunks[number]][side], rows) for number, rows in pieces]
 
         bound = [(call, sums(0, op.queries, call.q), [] if op.forward else sums(1, op.keys, call.kv)) for call in found]
-        more = self._once(*op.blocks)
+        more, kernel = self._once(*op.blocks), self._kernel_of(op.queries[0])
 
         def fused(run: Execution) -> None:
             run.lap(WAITS)
-            held, kernel = run.holdings, self._kernel
+            held = run.holdings
             for call, of_queries, of_keys in bound:
                 queries, (k, v) = operands(held, op.queries, call.q), operands(held, op.keys, call.kv)
                 run.lap(REST)

@@ -47,7 +47,7 @@ def attend_caches(
         run.lap(WAITS)
         held = run.holdings
         q, (k, v) = end_to_end([held.chunks[block.q][0] for block in ordered]), held.chunks[kv]
-        v = k[..., : problem.value_dim] if problem.latent else v
+        v = k[..., : problem.value_dim] if problem.absorbed else v
         run.lap(REST)
         if alike:
             out, lse = _as_a_batch(kernel, alike, q, k, v)

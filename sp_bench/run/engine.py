@@ -24,6 +24,7 @@ from sp_bench.run.devices import Cuda, Device
 from sp_bench.run.execution import Sinks
 from sp_bench.run.executor import Action, Executor, Spent
 from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.latents import Latents
 from sp_bench.run.padding import padded, padded_by_head, true, true_by_head
 from sp_bench.run.partials import Tensors, tokens_of
 from sp_bench.run.slices import one_slice, together
@@ -53,16 +54,19 @@ class Engine:
         arena: Arena | None = None,
         words: str = "",
         timed: bool = False,
+        latents: Latents | None = None,
     ) -> None:
         """Execute `plans` (by phase) as `rank` of problem.n ranks; a single rank needs no `transport`.
 
         `queues` is the stream interface of an asynchronous device; default: Cuda on a GPU, none on a CPU. With `arena`,
         memory for its buffers where the transport doesn't make them, it is the arena's. `shares` says what kernel and
         transport were told to take of the GPU. `words` say what it computes. `timed` has a GPU mark the times of
-        kernels, folds and waits, by events; on a CPU they are always known.
+        kernels, folds and waits, by events; on a CPU they are always known. `latents` make keys of a problem that has
+        some; a backward adds to their gradients.
         Raises RequestError if the kernel refuses the device or dtype.
         """
         self.plans, self.problem, self.shares, self.words, self._timed = plans, problem, shares, words, timed
+        self._latents = latents
         chosen = isinstance(kernel, BlockKernel)
         self.kernel = kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim)
         self.transport = transport or GlooTransport(None)
@@ -140,8 +144,9 @@ class Engine:
     def notes(self) -> tuple[str, ...]:
         """Notes on its kernels for a reader of its times."""
         of_shares = (self.shares.note,) if self.shares and self.shares.note else ()
-        narrow, wide = self.problem.v_head_dim, self.problem.head_dim
-        of_values = (f"{self.kernel.name} computes values of {narrow} as values of {wide}",) if narrow else ()
+        narrow, wide = self.problem.value_dim, self.problem.head_dim
+        pads = self.kernel.pads(wide, narrow)
+        of_values = (f"{self.kernel.name} computes values of {narrow} as values of {wide}",) if pads else ()
         return (*self.kernel.notes, *of_values, *of_shares, *fold_notes(self._device))
 
     def spent(self, phase: str) -> Spent:
@@ -175,6 +180,7 @@ class Engine:
                 self._device,
                 self.queues,
                 timed=self._timed,
+                latents=self._latents,
             )
         return self._executors[phase]
 

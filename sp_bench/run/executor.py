@@ -26,6 +26,7 @@ from sp_bench.run.devices import Device
 from sp_bench.run.execution import WAITS, Execution, Marks, Sinks, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.lanes import Lanes
+from sp_bench.run.latents import Latents
 from sp_bench.run.partials import Sums, Tensors
 from sp_bench.run.streams import DeviceStreams, Streams, ThreadStreams
 from sp_bench.run.transport import Transport
@@ -56,6 +57,7 @@ class Executor:
         queues: Device | None = None,
         *,
         timed: bool = False,
+        latents: Latents | None = None,
     ) -> None:
         """`queues` is the stream interface of an asynchronous device; None on a CPU.
 
@@ -67,7 +69,7 @@ class Executor:
         self._streams: Streams = DeviceStreams(plan, lowering, queues) if queues else ThreadStreams(plan, lowering)
         self._sums = Sums(problem, rank, lowering.unsummed)
         self._lanes = Lanes(plan, lowering, problem, rank, transport, buffers, self._streams, device)
-        self._blocks = Blocks(plan, problem, rank, kernel, self._sums, device)
+        self._blocks = Blocks(plan, problem, rank, kernel, self._sums, device, latents)
         self._programs: dict[Action, list[Perform]] = {}
         self._last_marks = Marks(self._streams.clock)
         """Those of the last execution."""

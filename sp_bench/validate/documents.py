@@ -24,9 +24,9 @@ import numpy as np
 
 from sp_bench.cli.arguments import run_command
 from sp_bench.cli.compose import Composer
-from sp_bench.cluster.variable import FLOPS_PER_PAIR
 from sp_bench.extras import require
 from sp_bench.packing import lengths_of
+from sp_bench.plan.problem import flops_per_pair
 from sp_bench.point import resolve
 from sp_bench.point.backing import FILE, PACKS, TELLING, Backing, Kind, kind_of, known, written
 from sp_bench.point.choose import choose
@@ -193,7 +193,11 @@ def _tflops(config: Mapping[str, Any]) -> tuple[float, Kind]:
     """TFLOP/s of each GPU, of the pairs that the mask leaves, and the kind of the point."""
     request = resolve(config)
     choice = choose(request)
-    flops = FLOPS_PER_PAIR[config["phase"]] * config["heads"] * config["head_dim"] * _work(request.problem.mask.lengths)  # pyright: ignore[reportAttributeAccessIssue]
+    flops = (
+        config["heads"]
+        * flops_per_pair(config["phase"], config["head_dim"], config["head_dim"])
+        * _work(request.problem.mask.lengths)
+    )  # pyright: ignore[reportAttributeAccessIssue]
     return flops / config["gpus"] / choice.total_s / 1e12, kind_of(request, choice.plans.values())
 
 

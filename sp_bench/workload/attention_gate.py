@@ -46,7 +46,7 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
             dist.all_reduce(sunk.found)
     sample = rows_for(small, context.rank, spec.seed, context.device.type)
     found = sample.of(dict(zip(NAMES, results, strict=False)))
-    errors = errors_of_rows(small, context, (q, k, v, dout), found, sample, sunk)
+    errors = errors_of_rows(small, context, (q, k, v, dout), found, sample, sunk, seed=spec.seed)
     if errors.uncompared:  # nothing is timed that wasn't checked
         raise MemoryError(errors.uncompared)
     return errors

@@ -23,6 +23,7 @@ from sp_bench.run.executor import Action, Spent
 from sp_bench.run.graphs import GraphedEngine
 from sp_bench.run.groups import gathered, world
 from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.latents import Latents
 from sp_bench.run.sms import share
 from sp_bench.run.transport import AloneTransport
 from sp_bench.workload.base import SINKS, PlannedChunk, RankContext, Spec
@@ -140,7 +141,8 @@ class AttentionStep(EngineStep):
         self._saved = {}
         inputs = self._q, self._k, self._v, self._dout
         sunk = None if self._sinks is None else SunkRows(self._sinks)
-        return errors_of_rows(self._spec.problem, self._context, inputs, self._kept, self._sample, sunk)
+        spec, kept, sample = self._spec, self._kept, self._sample
+        return errors_of_rows(spec.problem, self._context, inputs, kept, sample, sunk, seed=spec.seed)
 
     def close(self) -> None:
         """Release the engine's threads and streams."""
@@ -172,7 +174,8 @@ def make_engine(
     if spec.peer:
         return PeerEngine(spec.peer, problem, spec.executed, context.device)
     (engine,) = make_engines(spec, [PlannedChunk(problem, plans or spec.plans)], context, timed=timed)
-    if not context.cuda_graph or not engine.queues or sinks_of(spec, problem, context.device) is not None:
+    adds = problem.latent_dim or sinks_of(spec, problem, context.device) is not None
+    if not context.cuda_graph or not engine.queues or adds:
         return engine
     return GraphedEngine(engine, engine.queues, _all_can if context.cuda_graph == "auto" else None)
 
@@ -205,6 +208,7 @@ def make_engines(
             shares=shares,
             arena=arena,
             timed=marked,
+            latents=Latents.random(chunk.problem, spec.seed, device),
         )
         for chunk in chunks
     ]

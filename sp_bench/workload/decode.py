@@ -101,7 +101,7 @@ class Decode(Attention):
         if latent and kv_heads > 1:
             rule = "all query heads share the one head of latent keys, which GPUs can't split"
             raise RequestError(f"decode.latent=true, kv_heads={kv_heads}", rule, "kv_heads=1 would work")
-        heads = {"heads": shape["kv_heads"], "batch": 1, "latent": latent}
+        heads = {"heads": shape["kv_heads"], "batch": 1, "absorbed": latent}
         return {**shape, **heads, "seqlen": caches.seqlen, "kv_seqlen": caches.kv_seqlen}, caches
 
     @classmethod
@@ -144,7 +144,7 @@ class Decode(Attention):
         return DecodeStep(
             sequences=len(problem.mask.lengths),
             cache_bytes=problem.chunk_bytes(KV, wire=False),
-            latent_keys=problem.latent or None,
+            latent_keys=problem.absorbed or None,
             cache_tensor_parallel=self.degree if self.degree > 1 else None,
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from sp_bench.errors import out_of_memory
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import KV
+from sp_bench.run.latents import Latents, Matrices, expanded, folded
 from sp_bench.run.sharding import gathered, owned
 from sp_bench.workload.base import RankContext
 from sp_bench.workload.exactness import NAMES, relative_error
@@ -151,19 +153,23 @@ def errors_of_rows(
     found: Mapping[str, Tensor],
     sample: Sample,
     sinks: SunkRows | None = None,
+    *,
+    seed: int = 0,
 ) -> GateErrors:
     """Errors of sampled rows of a problem's results, the same on all ranks. All ranks must call it.
 
     `found` has rows as `Sample.of` returns them, by the names of NAMES. The gradient of `sinks`, if they have one, is
-    compared where the sample is whole. If memory runs out on any rank, there are no errors, and `uncompared` says so.
+    compared where the sample is whole. `seed` is that of the matrices that make keys of latents. If memory runs out on
+    any rank, there are no errors, and `uncompared` says so.
     """
     totals = torch.zeros(len(_TOTALS), len(NAMES), problem.heads, dtype=torch.float64)
     seen, several = Seen(problem.mask, problem.seqlen, problem.keys.seqlen), dist.is_initialized() and problem.n > 1
-    failed = torch.zeros(1)
+    failed, latents = torch.zeros(1), Latents.random(problem, seed, torch.device("cpu"))
+    of_keys_width = max(problem.head_dim, problem.width(KV.fields[0]))
     for each in sample.units:
         context.alive()
-        unit = _Unit(problem, context, inputs, sample, seen, each, sinks)
-        of_keys = torch.zeros(4, len(unit.keys), problem.head_dim, dtype=torch.float64)
+        unit = _Unit(problem, context, inputs, sample, seen, each, sinks, latents)
+        of_keys = torch.zeros(4, len(unit.keys), of_keys_width, dtype=torch.float64)
         try:
             if not failed:
                 _compare_queries(unit, found, totals, of_keys)
@@ -197,7 +203,8 @@ def errors_of_rows(
     if sinks and sinks.found is not None and sample.whole:
         overall[SINKS], rounding[SINKS] = sinks.errors()
     elements = totals[2]
-    rows = elements / torch.tensor([problem.value_dim, problem.head_dim, problem.head_dim, problem.value_dim])[:, None]
+    widths = problem.value_dim, problem.head_dim, *(max(problem.width(field), 1) for field in KV.fields)
+    rows = elements / torch.tensor(widths)[:, None]
     of_queries, of_keys = (int(rows[pair].max(0).values.sum()) for pair in (slice(2), slice(2, 4)))
     return GateErrors(
         overall=overall,
@@ -244,10 +251,11 @@ class _Unit:
         seen: Seen,
         unit: Unit,
         sinks: SunkRows | None = None,
+        latents: Latents | None = None,
     ) -> None:
-        """Gather the head's keys and values. All ranks must call it."""
+        """Gather the head's keys and values, or the `latents` that they are made of. All ranks must call it."""
         self.entry, self.kv_head = unit
-        self.sinks = sinks
+        self.sinks, self._latents = sinks, latents
         q, k, v, dout = inputs
         sharing = problem.heads // problem.kv_heads
         self.heads = range(self.kv_head * sharing, (self.kv_head + 1) * sharing)
@@ -261,15 +269,22 @@ class _Unit:
         self.seen, self.scale, self.value_dim = seen, 1 / math.sqrt(problem.head_dim), problem.value_dim
         self.keys = sample.keys if unit in sample.key_units else sample.keys[:0]
         self._q, self._dout = q, dout
-        self._k, self._v = (self._whole(x, problem) for x in (k, k[..., : self.value_dim] if problem.latent else v))
+        self._k, self._v = (self._whole(x, problem) for x in (k, k[..., : self.value_dim] if problem.absorbed else v))
+        self._made_of = self._k
+        self._matrices: Matrices | None = None
 
     def _whole(self, x: Tensor, problem: Problem) -> Tensor:
         """The head's rows of all ranks, on the CPU: (kv_seqlen, D)."""
         head = x[self.entry : self.entry + 1, :, self.kv_head : self.kv_head + 1].cpu()
         return gathered(head, problem.keys, None)[0, :, 0]
 
-    def to_device(self) -> None:
-        """Move keys and values there, but for very long ones."""
+    def turn_to(self, head: int) -> None:
+        """Make the keys and values of a query head, if they are made of latents, and move them to the device, but for
+        very long ones."""
+        if self._latents:
+            self._matrices = tuple(x.double().cpu() for x in self._latents.of(slice(head, head + 1)))
+            k, v = expanded(self._made_of[None, :, None].double(), self._matrices)
+            self._k, self._v = k[0, :, 0], v[0, :, 0]
         if self._k.numel() <= HELD:
             self._k, self._v = self._k.to(self.device), self._v.to(self.device)
 
@@ -299,6 +314,18 @@ class _Unit:
         """How many keys these queries take at a time: neither scores nor keys have more elements than BLOCK."""
         return max(1, BLOCK[self.device.type] // max(len(places), self._k.shape[1]))
 
+    def add(self, of_keys: Tensor, some: Tensor, rows: Sequence[Tensor]) -> None:
+        """Add rows of (dk, dv, their variances) of some keys to the sums, or those of the latents that they give."""
+        dk, dv, of_dk, of_dv = rows
+        if self._matrices:
+            squares = tuple(x.square() for x in self._matrices)
+            rounded = of_dk + dk.square(), of_dv + dv.square()  # before latents are made of them
+            of_keys[0, some] += folded(*_one_head(dk, dv), self._matrices)[0, :, 0]
+            of_keys[2, some] += folded(*_one_head(*rounded), squares)[0, :, 0]
+            return
+        for total, x in zip(of_keys, (dk, dv, of_dk, of_dv), strict=True):
+            total[some, : x.shape[1]] += x
+
     def scores(self, q: Tensor, places: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(scores of queries at these positions with some keys, the keys, their values), in the dtype of q."""
         rows = keys.to(self._k.device)
@@ -307,11 +334,16 @@ class _Unit:
         return (q @ k.T).mul_(self.scale).masked_fill_(unseen, -math.inf), k, v
 
 
+def _one_head(*rows: Tensor) -> tuple[Tensor, ...]:
+    """Rows of a head, each (S, D), as (1, S, 1, D)."""
+    return tuple(x[None, :, None] for x in rows)
+
+
 def _compare_queries(unit: _Unit, found: Mapping[str, Tensor], totals: Tensor, of_keys: Tensor) -> None:
     """Add the totals of one unit's rows of out and dq that this rank has, and what its queries add to sampled keys."""
-    unit.to_device()
     gradients = any(name != "out" for name in found)
     for head in unit.heads:
+        unit.turn_to(head)
         done = 0
         for rows, compared in unit.blocks():
             unit.alive()
@@ -389,10 +421,9 @@ def _rows(
         p = scores.sub_(lse).exp_()
         ds = (dout @ v.T).sub_(delta).mul_(p).mul_(scale)
         p2 = p.square()
-        of_keys[0, some] += (ds.T @ q).double().cpu()
-        of_keys[1, some, : v.shape[1]] += (p.T @ dout).double().cpu()
-        of_keys[2, some] += ((ds.square() + p2 * delta2).T @ q.square()).double().cpu()
-        of_keys[3, some, : v.shape[1]] += (p2.T @ dout.square()).double().cpu()
+        dk, dv = ds.T @ q, p.T @ dout
+        of_dk, of_dv = (ds.square() + p2 * delta2).T @ q.square(), p2.T @ dout.square()
+        unit.add(of_keys, some, [x.double().cpu() for x in (dk, dv, of_dk, of_dv)])
     return found
 
 

@@ -126,6 +126,9 @@ class Prefill(Workload):
         if self.model and problem.head_dim % 2:
             rule = "RoPE turns pairs of elements of a head"
             raise RequestError(f"head_dim={problem.head_dim}", rule, f"head_dim={problem.head_dim + 1} would work")
+        if self.model and problem.latent_dim:
+            rule = f"the models of workload={self.name} have projections to the keys of each head"
+            raise RequestError(f"latent_dim={problem.latent_dim}", rule, "latent_dim=null, or model=none, would work")
         if self.model and problem.v_head_dim:
             rule = f"the models of workload={self.name} have values as wide as keys, head_dim={problem.head_dim}"
             raise RequestError(f"v_head_dim={problem.v_head_dim}", rule, "v_head_dim=null, or model=none, would work")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import KV
 from sp_bench.run.devices import clock_of
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
@@ -34,6 +35,7 @@ class Cached:
 
     def __init__(self, problems: Sequence[Problem], rank: int, seed: int, device: torch.device) -> None:
         """Draw all, and put what is cached before the first chunk into the cache. The rest of that is zero."""
+        self._seed = seed
         generator = torch.Generator(device).manual_seed(seed * 1_000_003 + rank)
 
         def drawn(problem: Problem, tokens: int, heads: int, *widths: int) -> tuple[Tensor, ...]:
@@ -47,7 +49,7 @@ class Cached:
         self.starts = [end - new for end, new in zip(self.ends, tokens, strict=True)]
         assert self.starts[1:] == self.ends[:-1], "each chunk finds the cache as the one before left it"
         self.q = [drawn(each, new, each.heads, each.head_dim)[0] for each, new in zip(problems, tokens, strict=True)]
-        widths = last.head_dim, last.value_dim
+        widths = [last.width(field) for field in KV.fields]
         self.new = [drawn(each, new, each.kv_heads, *widths) for each, new in zip(problems, tokens, strict=True)]
         self.before = drawn(first, self.starts[0], first.kv_heads, *widths)
         self.cache = tuple(x.new_zeros(x.shape[0], self.ends[-1], *x.shape[2:]) for x in self.before)
@@ -71,7 +73,7 @@ class Cached:
         """
         k, v = (torch.cat(each, 1) for each in zip(self.before, *self.new[: index + 1], strict=True))
         inputs = self.q[index], k, v, self.q[index]  # of dout no row is looked at
-        return errors_of_rows(self.problems[index], context, inputs, {"out": out}, sample)
+        return errors_of_rows(self.problems[index], context, inputs, {"out": out}, sample, seed=self._seed)
 
 
 def watched(chunks: int) -> list[int]:

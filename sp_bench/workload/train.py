@@ -76,6 +76,10 @@ class Train(Workload):
             raise RequestError(
                 f"kv_seqlen={problem.kv_seqlen}", rule, "kv_seqlen=null, or workload=attention, would work"
             )
+        if problem.latent_dim:
+            rule = f"the models of workload={self.name} have projections to the keys of each head"
+            would_work = "latent_dim=null, or workload=attention, would work"
+            raise RequestError(f"latent_dim={problem.latent_dim}", rule, would_work)
         if problem.v_head_dim:
             rule = f"the models of workload={self.name} have values as wide as keys, head_dim={problem.head_dim}"
             would_work = "v_head_dim=null, or workload=attention, would work"

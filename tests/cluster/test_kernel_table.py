@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from sp_bench import records
 from sp_bench.__main__ import main as bench
 from sp_bench.cluster import Cluster
-from sp_bench.cluster.device import FLOPS_PER_PAIR, DeviceCosts
+from sp_bench.cluster.device import DeviceCosts
 from sp_bench.cluster.kernel_table import RATES, KernelTable, Rates, Surface
 from sp_bench.cluster.waves import Waves, _makespan
 from sp_bench.errors import RequestError
 from sp_bench.methods import build
 from sp_bench.plan import Problem
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.problem import flops_per_pair
 from sp_bench.plan.tensors import DQ, O
 from sp_bench.reading import read
 from sp_bench.resources import conf_content, conf_files
@@ -70,7 +71,7 @@ def own_block_s(costs: DeviceCosts, p: Problem, phase: str) -> float:
 
 def tflops(costs: DeviceCosts, p: Problem, phase: str, pairs: float) -> float:
     seconds = own_block_s(costs, p, phase)
-    return FLOPS_PER_PAIR[phase] * pairs * p.batch * p.heads * p.head_dim / seconds / 1e12
+    return flops_per_pair(phase, p.head_dim, p.value_dim) * pairs * p.batch * p.heads / seconds / 1e12
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -92,7 +93,8 @@ def test_every_preset_returns_its_own_points(name: str) -> None:
         for tokens, rate in entry["forward_full"].items():
             if isinstance(tokens, int):
                 batch = max(total // tokens, 1) if total else 1
-                p = problem(tokens, batch=batch, heads=heads, head_dim=entry["head_dim"], dtype=dtype)
+                widths = {"head_dim": entry["head_dim"], "v_head_dim": entry.get("v_head_dim")}
+                p = problem(tokens, batch=batch, heads=heads, dtype=dtype, **widths)
                 assert tflops(costs, p, "forward", tokens**2) == pytest.approx(rate * factor)
 
 
@@ -114,7 +116,7 @@ def test_every_preset_simulates(name: str) -> None:
         run = simulate(build("ring", {}).plan(p, phase, cluster.profile(p)), p, cluster)
         assert run.makespan_s >= run.busy_s.max() > 0
         total_s += run.makespan_s
-    flops = sum(FLOPS_PER_PAIR.values()) * p.seqlen**2 / 2 * p.heads * p.head_dim
+    flops = flops_per_pair("forward_backward", p.head_dim, p.head_dim) * p.seqlen**2 / 2 * p.heads
     peak = cluster.device.peak_tflops.get("bfloat16", 400)
     assert 0.01 < flops / n / total_s / 1e12 / peak < 0.9
     for key in (
@@ -373,3 +375,19 @@ def test_heads_without_figures_take_as_long_as_those_that_the_kernel_pads_them_t
             RequestError, match=f"head_dim={head_dim}: .* for head_dim 32 or 64 or 128, and rates differ"
         ):
             costs.refuse(problem(512, head_dim=head_dim))
+
+
+def test_narrow_values_take_the_figures_of_a_kernel_that_takes_them_or_the_time_of_wide_ones() -> None:
+    """Their rates count FLOPs of the narrow products; values that are narrower still are padded to those."""
+    rates = {f"{phase}_{mask}": dict.fromkeys(SIZES, 400.0) for phase in PHASES for mask in MASKS}
+    wide, narrow = table(**rates, head_dim=192), table(**rates, head_dim=192, v_head_dim=128)
+    p, wider = problem(2048, head_dim=192, v_head_dim=128), problem(2048, head_dim=192, v_head_dim=160)
+    for phase, share in (("forward", 320 / 384), ("backward", 832 / 960)):
+        (alone_s,), (both_s,) = (costs.block_s(p, phase) for costs in (device({"a": wide}), device({"b": narrow})))
+        assert both_s == pytest.approx(share * alone_s)
+    costs = device({"b": narrow})
+    costs.refuse(problem(2048, head_dim=192, v_head_dim=64))
+    assert not any("padded" in note for note in costs.notes(p))
+    for refused in (wider, problem(2048, head_dim=192)):
+        with pytest.raises(RequestError, match="head_dim=192: .* for head_dim 192 with v_head_dim=128, and rates"):
+            costs.refuse(refused)

@@ -11,11 +11,12 @@ import pytest
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.cluster.kernel_table import KernelTable
-from sp_bench.cluster.variable import FLOPS_PER_PAIR, Kernel, blocks_s, joined_s
+from sp_bench.cluster.variable import Kernel, blocks_s, joined_s
 from sp_bench.packing import documents, lengths_of
 from sp_bench.plan import Problem
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.intervals import sizes_of
+from sp_bench.plan.problem import flops_per_pair
 from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.resources import conf_content, conf_files, place
 
@@ -60,7 +61,7 @@ def test_packs_take_as_long_as_they_were_measured_to(name: str) -> None:
             ends = np.cumsum((0, *lengths)).tolist()
             regions = [Region(kind, range(a, b), range(a, b)) for a, b in zip(ends, ends[1:], strict=False)]
             p = replace(a_problem(lengths, 1), heads=64, kv_heads=8)
-            flops = FLOPS_PER_PAIR[phase] * 64 * 128 * sum(region.pairs for region in regions)
+            flops = flops_per_pair(phase, 128, 128) * 64 * sum(region.pairs for region in regions)
             rates.append(flops / costs.pieces_s(p, phase, [sizes_of(regions)])[0] / 1e12)
         off = float(row["tflops"]) / float(np.mean(rates)) - 1
         assert abs(off) < (OFF[name] if tokens >= 4096 else 0.2), (row["mask"], phase, tokens, off)

@@ -54,6 +54,22 @@ def test_block(kernel: BlockKernel, case: Case, mask: RegionKind) -> None:
 
 
 @cases
+@masks
+def test_values_may_be_narrower_than_keys(kernel: BlockKernel, case: Case, mask: RegionKind) -> None:
+    """Of 192 and 128, which some backends take as they are, and of widths that all pad."""
+    for head_dim, v_head_dim in ((192, 128), (32, 16)):
+        block = block_of(17, 17, 2, case.dtype, device=case.device, head_dim=head_dim, v_head_dim=v_head_dim)
+        wanted = attention(block, mask)
+        out, lse = kernel.forward(block.q, block.k, block.v, mask)
+        assert out.shape == block.dout.shape
+        assert relative_error(out, wanted.out) <= TOLERANCE[case.dtype]
+        gradients = backward(kernel, block, out, lse, mask)
+        for operand, gradient, exact in zip(block[:3], gradients, wanted[2:], strict=True):
+            assert gradient.shape == operand.shape and gradient.dtype == operand.dtype
+            assert relative_error(gradient, exact) <= TOLERANCE[case.dtype]
+
+
+@cases
 def test_full_blocks_need_not_be_square(kernel: BlockKernel, case: Case) -> None:
     for queries, keys in ((1, 9), (9, 1), (7, 40), (40, 7)):
         block = block_of(queries, keys, 2, case.dtype, device=case.device)

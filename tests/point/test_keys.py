@@ -111,3 +111,48 @@ def test_a_measured_record(keys: str, tmp_path: Path) -> None:
         assert not problems_of(tmp_path / f"{record.run_id}.json")
     frame = records.load(tmp_path)
     assert set(frame["kv_seqlen"]) == {int(keys.split()[0].partition("=")[2])}
+
+
+LATENT = ("heads=8", "kv_heads=null", "head_dim=192", "v_head_dim=128", "latent_dim=512", "cluster=h200_ndr400")
+
+
+def test_latents_travel_in_place_of_keys_and_are_counted_simulated_and_told(tmp_path: Path) -> None:
+    """Of 128 heads' keys and values 576 elements a token are left, and blocks take longer by what makes them."""
+    base = ("gpus=8", "seqlen=64k", "method=ring")
+    asked = [point(*base, *_but(more, *LATENT), *more) for more in (["latent_dim=null"], [])]
+    keys, latents = (outcome.record for outcome in run_points(asked, folder=tmp_path, reuse=False))
+    assert keys.comm_bytes_per_gpu and latents.comm_bytes_per_gpu
+    # Forward KV travels, backward KV in the dtype and their gradients: as many elements each time.
+    assert latents.comm_bytes_per_gpu / keys.comm_bytes_per_gpu == pytest.approx(576 / (8 * (192 + 128)))
+    assert (latents.kv_heads, latents.latent_dim, latents.rope_dim) == (1, 512, 64)
+    assert latents.compute_ms and keys.compute_ms and latents.compute_ms > 1.01 * keys.compute_ms
+    assert latents.mfu and latents.step_ms_median and keys.mfu and keys.step_ms_median
+    assert latents.mfu * latents.step_ms_median == pytest.approx(keys.mfu * keys.step_ms_median)
+    assert "8:1:192:128:latent512+64" in workload_id(latents.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("kv_heads=8", "latent_dim=512, kv_heads=8: all heads have their keys of one latent.*; kv_heads=1 would work"),
+        ("rope_dim=192", "rope_dim=192: .* head_dim=192 .*; rope_dim=64 would work"),
+        ("latent_dim=null rope_dim=64", "rope_dim=64: .* none travels; latent_dim=512, or rope_dim=null, would work"),
+        ("mask=window window=[64,0]", "latent_dim=512, mask=.*: blocks of pieces of chunks make no keys"),
+        ("method=ulysses method.pad_heads=true heads=12", "latent_dim=512, method.pad_heads=true: "),
+        ("workload=decode method=helix kv_seqlen=64k seqlen=1", "latent_dim=512, workload=decode: "),
+        ("workload=train model=tiny", "latent_dim=512: the models of workload=train have projections to the keys"),
+        ("workload=prefill model=llama3_8b", "latent_dim=512: the models of workload=prefill have projections"),
+    ],
+)
+def test_latents_that_no_block_can_make_keys_of_are_refused(asked: str, message: str, tmp_path: Path) -> None:
+    words = asked.split()
+    with pytest.raises(RequestError, match=message):
+        run_points(
+            [point("gpus=8", *_but(words, "seqlen=64k", "method=ring", *LATENT), *words)], folder=tmp_path, reuse=False
+        )
+
+
+def _but(words: list[str], *usual: str) -> list[str]:
+    """The usual keys that aren't among the words."""
+    given = {word.partition("=")[0] for word in words}
+    return [word for word in usual if word.partition("=")[0] not in given]

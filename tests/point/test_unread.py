@@ -22,7 +22,7 @@ TRAINING = (*POINT, "model=tiny", "head_dim=128")
 PREFILL = (*TRAINING, "workload=prefill")
 OTHERWISE: dict[str, str] = {
     "gpus": "4", "seqlen": "2k", "kv_seqlen": "64k", "batch": "2", "heads": "8", "kv_heads": "2", "head_dim": "64",
-    "v_head_dim": "32", "mask": "full",
+    "v_head_dim": "32", "latent_dim": "32", "rope_dim": "16", "mask": "full",
     "causal": "false", "dtype": "float16", "wire_dtype": "float32", "phase": "forward", "train.recompute": "none",
     "train.offload": "true",
     "train.parameters": "sharded", "train.tensor_parallel": "2", "train.data_parallel": "2",

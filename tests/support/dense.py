@@ -49,11 +49,13 @@ def block_of(
     seed: int = 0,
     device: str = "cpu",
     head_dim: int = HEAD_DIM,
+    v_head_dim: int | None = None,
 ) -> Block:
     """Unit normal operands, the same on every device."""
     source = torch.Generator().manual_seed(seed)
-    shapes = ((queries, HEADS), (keys, kv_heads), (keys, kv_heads), (queries, HEADS))
-    draw = (torch.randn(BATCH, s, h, head_dim, generator=source, dtype=torch.float64) for s, h in shapes)
+    narrow = v_head_dim or head_dim
+    shapes = (queries, HEADS, head_dim), (keys, kv_heads, head_dim), (keys, kv_heads, narrow), (queries, HEADS, narrow)
+    draw = (torch.randn(BATCH, *shape, generator=source, dtype=torch.float64) for shape in shapes)
     return Block(*(x.to(device, dtype) for x in draw))
 
 

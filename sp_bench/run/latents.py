@@ -1,0 +1,122 @@
+"""Keys and values of each head, made of a latent of their token where a block needs them: multi-head latent attention.
+
+What ranks hold and send of a token is c_BS1W: its latent, L elements, and behind them the R rotated elements of a key
+that all heads share, W = L + R (DeepSeek-V2, Liu et al. 2024, equations 9 to 19). Head h has k = [U_h c_L, c_R] and
+v = V_h c_L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sp_bench.kernels import BlockKernel
+from sp_bench.kernels.pieces import Pieces
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.regions import RegionKind
+
+Heads = slice | Tensor
+"""Some of the query heads: a slice where they are evenly apart."""
+Matrices = tuple[Tensor, Tensor]
+"""From latents to keys (H, D - R, L) and to values (H, V, L), of some heads."""
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The matrices from latents to keys and values, which all ranks have, and their gradients."""
+
+    to_keys: Tensor
+    """(H, D - R, L), in the compute dtype."""
+    to_values: Tensor
+    """(H, V, L)."""
+    gradients: tuple[Tensor, Tensor] = field(init=False)
+    """What this rank's blocks have added to their gradients, in the dtype of accumulators. Whoever wants those of all
+    tokens sums them over ranks, as those of other weights."""
+
+    def __post_init__(self) -> None:
+        wide = torch.float64 if self.to_keys.dtype == torch.float64 else torch.float32
+        zeros = torch.zeros_like(self.to_keys, dtype=wide), torch.zeros_like(self.to_values, dtype=wide)
+        object.__setattr__(self, "gradients", zeros)
+
+    @classmethod
+    def random(cls, problem: Problem, seed: int, device: torch.device) -> Latents | None:
+        """Random matrices that keep the size of normal latents, the same on all ranks; None for other problems."""
+        if problem.latent_dim is None:
+            return None
+        generator, dtype = torch.Generator().manual_seed(seed), getattr(torch, problem.dtype)
+        shapes = [(problem.heads, rows, problem.latent_dim) for rows in (problem.made_dim, problem.value_dim)]
+        drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+        return cls(*((x * problem.latent_dim**-0.5).to(device, dtype) for x in drawn))
+
+    def of(self, heads: Heads) -> Matrices:
+        """The matrices of some query heads."""
+        return self.to_keys[heads], self.to_values[heads]
+
+    def add_gradients(self, c: Tensor, dk: Tensor, dv: Tensor, heads: Heads) -> None:
+        """Add to the matrices' gradients those by (dk_BSHD, dv_BSHV) of some heads, made of c_BS1W."""
+        latent = c[:, :, 0, : self.to_keys.shape[2]].flatten(0, 1)
+        for gradient, by_head in zip(self.gradients, (dk[..., : self.to_keys.shape[1]], dv), strict=True):
+            of_heads = by_head.flatten(2).flatten(0, 1).T @ latent
+            gradient[heads] += of_heads.unflatten(0, by_head.shape[2:])
+
+
+def expanded(c: Tensor, matrices: Matrices) -> tuple[Tensor, Tensor]:
+    """(k_BSHD, v_BSHV) of the matrices' heads, made of c_BS1W."""
+    to_keys = matrices[0]
+    latent, shared = c[:, :, 0].split([to_keys.shape[2], c.shape[3] - to_keys.shape[2]], dim=2)
+    made, v = ((latent @ x.flatten(0, 1).T).unflatten(2, x.shape[:2]) for x in matrices)
+    return torch.cat([made, shared[:, :, None].expand(-1, -1, len(to_keys), -1)], dim=3), v
+
+
+def folded(dk: Tensor, dv: Tensor, matrices: Matrices) -> Tensor:
+    """The gradient of c_BS1W by (dk_BSHD, dv_BSHV) of the matrices' heads."""
+    to_keys, to_values = matrices
+    made, shared = dk.split([to_keys.shape[1], dk.shape[3] - to_keys.shape[1]], dim=3)
+    of_latent = made.flatten(2) @ to_keys.flatten(0, 1) + dv.flatten(2) @ to_values.flatten(0, 1)
+    wide = torch.promote_types(dk.dtype, torch.float32)
+    return torch.cat([of_latent, shared.sum(2, dtype=wide).to(dk.dtype)], dim=2)[:, :, None]
+
+
+class Expanding:
+    """A block kernel that is given latents in place of keys, and makes keys and values of some heads of them."""
+
+    def __init__(self, kernel: BlockKernel, latents: Latents, heads: Tensor, see: Callable[..., None]) -> None:
+        """`heads` are the query heads of the blocks, (h,) int64. `see` is told the tensors that a call holds."""
+        self._kernel, self._latents, self._see = kernel, latents, see
+        step = int(heads[1] - heads[0]) if len(heads) > 1 else 1
+        first, even = int(heads[0]), bool((heads.diff() == step).all())
+        self._heads: Heads = slice(first, int(heads[-1]) + 1, step) if even else heads
+
+    def forward(self, q: Tensor, c: Tensor, v: Tensor, mask: RegionKind) -> tuple[Tensor, Tensor]:
+        """As BlockKernel.forward, of c_BS1W and values of no width."""
+        k, values = expanded(c, self._latents.of(self._heads))
+        out, lse = self._kernel.forward(q, k, values, mask)
+        self._see(c, k, values, out, lse)
+        return out, lse
+
+    def forward_pieces(self, q: Tensor, c: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+        """As BlockKernel.forward_pieces."""
+        k, values = expanded(c, self._latents.of(self._heads))
+        out, lse = self._kernel.forward_pieces(q, k, values, pieces)
+        self._see(c, k, values, out, lse)
+        return out, lse
+
+    def gradients(
+        self, dout: Tensor, q: Tensor, c: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RegionKind | Pieces
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As BlockKernel.gradients, or gradients_of_pieces: (dq, the gradient of c_BS1W, one of no width)."""
+        matrices = self._latents.of(self._heads)
+        k, values = expanded(c, matrices)
+        if isinstance(mask, Pieces):
+            dq, dk, dv = self._kernel.gradients_of_pieces(dout, q, k, values, out, lse, mask)
+        else:
+            dq, dk, dv = self._kernel.gradients(dout, q, k, values, out, lse, mask)
+        dc = folded(dk, dv, matrices)
+        self._latents.add_gradients(c, dk, dv, self._heads)
+        self._see(c, k, values, dq, dk, dv, dc)
+        return dq, dc, v
+
+    gradients_of_pieces = gradients

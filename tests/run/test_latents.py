@@ -1,0 +1,107 @@
+"""Keys and values that blocks make of latents: exact by every method, and as many bytes as counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sp_bench.errors import RequestError
+from sp_bench.kernels import choose
+from sp_bench.kernels.pieces import Pieces
+from sp_bench.methods import REGISTRY
+from sp_bench.plan import Problem
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.regions import Region, RegionKind
+from sp_bench.run.latents import Expanding, Latents
+from tests.run.latent_jobs import NAMES, find_errors, of_latents
+from tests.run.matrix import DTYPES, everything
+from tests.support.attention_cases import Case, of_each_method, of_one_batch_entry
+from tests.support.marks import exhaustive
+from tests.support.ranks import Ranks
+
+AT_MOST = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 2e-2}
+
+
+def with_latents(cases: Iterable[Case]) -> list[Case]:
+    """The cases whose methods take one key head, on a layout of theirs: masks, dtypes, other keys take turns."""
+    found: list[Case] = []
+    for i, case in enumerate(cases):
+        layouts, causal = REGISTRY[case.method].layouts, i % 3 > 0
+        keys = case.seqlen + case.n * case.tokens if i % 4 == 3 and case.method not in OF_QUERIES else None
+        shape = {"layout": layouts[i % len(layouts)], "causal": causal, "dtype": DTYPES[i // 2 % 3], "kv_seqlen": keys}
+        case = replace(case, kv_heads=1, v_head_dim=(8, 12, None)[i % 3], wire_dtype="", **shape)
+        try:
+            case.built.refuse(case.built.dealt(of_latents(case)))
+        except RequestError:
+            continue
+        found.append(case)
+    return found + of_one_batch_entry(found)
+
+
+OF_QUERIES = ("group_cast", "hybrid_cp")
+"""The methods that cast rows of tokens which are queries and keys."""
+
+
+def assert_exact(ranks: Ranks, cases: list[Case]) -> list[float]:
+    """Results and gradients are those of the definition in fp64, bytes the closed form's; memory at most as counted."""
+    answers, shares = ranks.run(find_errors, cases), []
+    for case in cases:
+        found = [answer[case] for answer in answers[: case.n]]
+        for name in NAMES:
+            error2, norm2 = (sum(each.errors[name][i] for each in found) for i in range(2))
+            assert math.sqrt(error2 / norm2) <= AT_MOST[case.dtype], (case, name)
+        assert sum(each.sent for each in found) == pytest.approx(sum(each.counted for each in found)), case
+        assert max(each.live for each in found) <= found[0].expected, case
+        shares += [max(each.live for each in found) / found[0].expected]
+    return shares
+
+
+@pytest.mark.parametrize("count", [1, exhaustive(6)])
+def test_each_method(ranks: Ranks, count: int) -> None:
+    cases = of_each_method(with_latents(everything(4)), count)
+    assert {case.method for case in cases} >= REGISTRY.keys() - {"reference"}
+    shares = assert_exact(ranks, cases)
+    assert min(shares) > 0.6 and max(shares) <= 1.0
+
+
+@pytest.mark.parametrize("n", [3, *map(exhaustive, (1, 2, 4, 6, 8))])
+def test_every_variant(ranks: Ranks, n: int) -> None:
+    cases = with_latents(everything(n))
+    assert_exact(ranks, cases if n != 3 else of_each_method(cases, 2, turn=1))
+
+
+def test_pieces_are_their_regions_and_add_to_the_matrices_gradients() -> None:
+    """Of heads that are evenly apart, and of those that aren't."""
+    regions = (Region(RegionKind.CAUSAL, range(2, 6), range(4)), Region(RegionKind.CAUSAL, range(6, 10), range(5, 9)))
+    pieces, device = Pieces(regions, torch.device("cpu")), torch.device("cpu")
+    problem = Problem(
+        n=1, seqlen=16, heads=6, kv_heads=1, head_dim=16, v_head_dim=8, latent_dim=20, rope_dim=4, dtype="float64",
+        layout=LAYOUTS["contiguous"],
+    )  # fmt: skip
+    kernel, source = choose("auto", "cpu", "float64", 16), torch.Generator().manual_seed(2)
+    for heads in ([0, 2, 4], [1, 2, 5]):
+        shapes = (2, 16, 3, 16), (2, 16, 1, 24), (2, 16, 3, 8)
+        q, c, dout = (torch.randn(shape, generator=source, dtype=torch.float64) for shape in shapes)
+        at_once, one_by_one = (Latents.random(problem, 5, device) for _ in range(2))
+        assert at_once and one_by_one
+        none = c[..., :0]
+        given = q[:, pieces.queries], c[:, pieces.keys], none[:, pieces.keys]
+        kernels = [Expanding(kernel, each, torch.tensor(heads), lambda *x: None) for each in (at_once, one_by_one)]
+        out, lse = kernels[0].forward_pieces(*given, pieces)
+        dq, dc, dv = kernels[0].gradients_of_pieces(dout[:, pieces.queries], *given, out, lse, pieces)
+        assert dv.shape[3] == 0
+        for i, region in enumerate(regions):
+            rows, mine = (slice(each.start, each.stop) for each in (region.q, region.kv))
+            part = slice(4 * i, 4 * i + 4)
+            alone, its_lse = kernels[1].forward(q[:, rows], c[:, mine], none[:, mine], region.kind)
+            torch.testing.assert_close(out[:, part], alone)
+            found = kernels[1].gradients(
+                dout[:, rows], q[:, rows], c[:, mine], none[:, mine], alone, its_lse, region.kind
+            )
+            torch.testing.assert_close((dq[:, part], dc[:, part]), found[:2])
+        torch.testing.assert_close(at_once.gradients, one_by_one.gradients)
+        assert all(set(x.flatten(1).any(1).nonzero().flatten().tolist()) == set(heads) for x in at_once.gradients)
