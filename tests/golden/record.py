@@ -100,6 +100,9 @@ CHOSEN = (
     f"method=usp workload=prefill prefill.chunk=64k prefill.cached=32k {H100} kv_heads=8",
     f"method=ring model=llama3_8b workload=prefill prefill.chunk=64k prefill.tensor_parallel=2 {H100}",
     f"method=ring mask=chunked chunk=64k method.layout=zigzag {H100}",
+    "method=ulysses model=flux_like phase=forward gpus=8 seqlen=4k cluster=h100_ndr400",
+    "method=mesh model=flux_like phase=forward gpus=16 seqlen=16k cluster=h100_ndr400",
+    "method=usp model=wan_like gpus=16 seqlen=75600 cluster=h100_ndr400",
 )
 WHOLE = {"causal": "", "full": "causal=false"}
 """The word of a chosen point on each mask that has a short form; others are named."""
