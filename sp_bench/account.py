@@ -422,7 +422,7 @@ def _ordered_bytes(op: Gathered, problem: Problem) -> np.ndarray | int:
 
 def _fresh(op: Block, index: int, flow: Dataflow, problem: Problem, lowering: Lowering) -> list[Chunk]:
     """The chunks of which a kernel returns a tensor that doesn't become the held chunk."""
-    as_held = problem.dtype == problem.accumulate_dtype and not problem.blocks.narrows
+    as_held = problem.dtype == problem.accumulate_dtype and not problem.blocks.narrows and not problem.mask.held
     cut = _cut(op) if isinstance(op, Fused) else frozenset()
     written = [chunk for chunk in op.writes if not (_of_others(op) and chunk.tensor.of_keys)]  # _ordered_bytes
     return [

@@ -55,8 +55,9 @@ def widths(record: Record) -> str:
 
 
 def lengths(record: Record) -> str:
-    """The tokens of a sequence, and its keys if there are others, such as `8k, 128k keys`."""
-    return tokens(record.seqlen) + (f", {tokens(record.kv_seqlen)} keys" if record.kv_seqlen else "")
+    """The tokens of a sequence, and its keys if there are others, or text, such as `8k, 128k keys`."""
+    more = f", {tokens(record.kv_seqlen)} keys" if record.kv_seqlen else ""
+    return tokens(record.seqlen) + more + (f", {record.text_tokens} text tokens" if record.text_tokens else "")
 
 
 def tokens(seqlen: int) -> str:

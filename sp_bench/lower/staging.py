@@ -6,6 +6,8 @@ from collections.abc import Container, Mapping
 from functools import cache
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from sp_bench.lower.transports import TransportKind
 from sp_bench.plan import casts
 from sp_bench.plan.dataflow import Value, dataflow
@@ -200,7 +202,16 @@ def _makes_all(op: Op, problem: Problem) -> bool:
         return not any(adds_up(op, problem, field) for field in by_heads(op))
     if isinstance(op, Fused) and not _is_one_call(op, problem):
         return False
-    return isinstance(op, Block) and not problem.blocks.narrows
+    return isinstance(op, Block) and not problem.blocks.narrows and not _sees_held_keys(op, problem)
+
+
+def _sees_held_keys(op: Block, problem: Problem) -> bool:
+    """Whether an operation also computes, on some rank, with keys that all ranks hold."""
+    if not problem.mask.held:
+        return False
+    of, everyone = problem.blocks.of, np.arange(problem.n)
+    classes = [of(block.q.owner(everyone), block.kv.owner(everyone)) for block in op.blocks]
+    return any(problem.blocks.held_of(int(kind)) for kind in np.unique(classes))
 
 
 def _is_one_call(op: Fused, problem: Problem) -> bool:

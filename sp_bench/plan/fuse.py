@@ -11,7 +11,8 @@ must lie in neighbouring receive buffers, which one allocation holds side by sid
 them as one tensor, and nothing is copied. A rank's own chunks are where the caller put them, and stay apart.
 
 Plans stay as they are where fewer calls can't be had: where the mask cuts a block of two different chunks along a
-diagonal (striped layout), under packs of documents, and where chunks differ in size or have several batch entries.
+diagonal (striped layout), under packs of documents, where all ranks hold keys beside the dealt ones, and where chunks
+differ in size or have several batch entries.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def fusible(problem: Problem) -> bool:
     layout, blocks, degree = problem.layout, problem.blocks, problem.layout.head_parallel
     chunks = problem.n // degree
     if problem.batch > 1 or not problem.mask.sends_unseen or problem.mask.in_pieces or chunks == 1:
+        return False
+    if problem.mask.held:
         return False
     if any(tokens % (chunks * layout.pieces) for side in (problem.queries, problem.keys) for tokens in side.stretches):
         return False

@@ -35,6 +35,8 @@ class Mask(ABC):
     name: ClassVar[str]
     sends_unseen: ClassVar[bool] = True
     """Whether plans also send what no query of the receiver sees, as the papers' formulas have it."""
+    held: ClassVar[int] = 0
+    """How many keys all ranks hold beside those that are dealt (Joint)."""
     in_pieces: ClassVar[bool] = False
     """Whether a block may have many small regions, which kernels take together where they can."""
     balanced: ClassVar[tuple[str, ...]] = ()
@@ -187,6 +189,24 @@ class Causal(WholeMask):
         return 1 * (q_chunk >= kv_chunk) + (q_chunk > kv_chunk)
 
 
+@dataclass(frozen=True)
+class Joint(Full):
+    """Every query sees every key that is dealt, and `held` keys more that all ranks hold whole, such as those of text.
+
+    These are never sent. The block of queries with their own keys has them, too, wherever it is computed, so that each
+    query sees them once.
+    """
+
+    held: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def blocks(self, layout: Layout, n: int, seqlen: int, kv_seqlen: int | None = None) -> Blocks:
+        return JointBlocks(self, layout, n, seqlen, seqlen if kv_seqlen is None else kv_seqlen)
+
+    def relation(self, q_chunk, kv_chunk) -> Any:
+        """1 for queries with their own keys, else 0."""
+        return 1 * (q_chunk == kv_chunk)
+
+
 def _count(positions: Positions) -> int:
     return sum(map(len, positions))
 
@@ -308,6 +328,10 @@ class Blocks:
         """The regions of a class; empty for one that no pair of ranks has."""
         return self._regions[kind]
 
+    def held_of(self, kind: int) -> Regions:
+        """The regions of a class with keys that all ranks hold."""
+        return ()
+
     @property
     def classes(self) -> int:
         """How many classes there may be: `of` is below this."""
@@ -395,3 +419,20 @@ class Blocks:
         ahead = self.mask.history(self.seqlen, self.kv_seqlen)
         runs = self.queries.chunk_positions(chunk)
         return tuple(range(run.start + ahead, run.stop + ahead, run.step) for run in runs)
+
+
+@dataclass(frozen=True)
+class JointBlocks(Blocks):
+    """Blocks of which those of queries with their own keys have a region more, of keys that all ranks hold."""
+
+    def held_of(self, kind: int) -> Regions:
+        q, kv = self._examples.get(kind, (0, 1))
+        queries = range(self.queries.chunk_tokens(q))
+        return _filled([Region(RegionKind.FULL, queries, range(self.mask.held))]) if q == kv else ()
+
+    @cached_property
+    def pairs(self) -> Sequence[int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return tuple(
+            sum(region.pairs for region in (*self.regions_of(kind), *self.held_of(kind)))
+            for kind in range(self.classes)
+        )

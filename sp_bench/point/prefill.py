@@ -1,8 +1,8 @@
-"""Simulate a prompt: chunk by chunk and layer by layer, to the first token.
+"""Simulate a forward without a backward, chunk by chunk and layer by layer: a prompt, or a denoising step.
 
 A layer's attention begins on all ranks together, after its matrix products for q, k and v, and what follows it begins
-when the last rank has its output. The cache lies on the ranks by tokens, so that a later chunk's attention sends what
-its plan sends of all keys so far.
+when the last rank has its output. The cache of a prompt lies on the ranks by tokens, so that a later chunk's attention
+sends what its plan sends of all keys so far. A denoising step is one chunk, and leaves no cache.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from sp_bench import account
 from sp_bench.check import check_all
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
+from sp_bench.plan.problem import Problem
 from sp_bench.point.backing import validated
 from sp_bench.point.choose import Choice, DeviceMemoryError, choose, simulated
 from sp_bench.point.counted import counted, rates, with_sums
@@ -29,18 +30,13 @@ from sp_bench.records.quantities import Breakdown, Memory, Timing, Traffic, Trai
 from sp_bench.simulate.beside import alone_s, beside, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, link_classes, lower_bounds
 from sp_bench.simulate.graph import build_graph
-from sp_bench.workload import Prefill
-from sp_bench.workload.prefill_costs import PrefillCosts, layer_cache_bytes
+from sp_bench.workload import Denoise, Prefill
+from sp_bench.workload.prefill_costs import ForwardCosts
 
 PHASE = "forward"
 ALONE = "the attention of one layer over all chunks: of the time to a first token it is that share alone"
-WHOLE = "matrix products at their best rate or memory speed; the last token alone has its head computed"
 SUMS = "tensor parallel: each layer's sums of activations over {} consecutive GPUs are hidden by nothing"
 SOURCE = "the attention's from its plans, with the cache so far"
-SOURCES = (
-    "parameters, the cache of all layers, and what is there at one time: the attention's from its plans, or the"
-    " activations of a feed-forward"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +75,8 @@ class _Prompt:
     cluster: Cluster
 
     @cached_property
-    def workload(self) -> Prefill:
-        return cast("Prefill", self.request.workload)
+    def workload(self) -> Prefill | Denoise:
+        return cast("Prefill | Denoise", self.request.workload)
 
     @cached_property
     def gpus(self) -> int:
@@ -92,11 +88,11 @@ class _Prompt:
         """The cluster of each tensor-parallel place."""
         return self.cluster.tensor_parts(self.gpus, self.workload.degree)
 
-    def costs(self, choice: Choice) -> PrefillCosts | None:
-        """The costs beside a chunk's attention; None without a model."""
+    def costs(self, problem: Problem) -> ForwardCosts | None:
+        """The costs beside the attention of a chunk; None without a model."""
         if not self.workload.model:
             return None
-        return self.workload.costs(choice.problem, self.cluster.device, self.cluster.crowding(self.gpus))
+        return self.workload.costs(problem, self.cluster.device, self.cluster.crowding(self.gpus))
 
     def chunk(self, choice: Choice, *, last: bool) -> Chunk:
         """A chunk by its simulated variant; the last one has the head."""
@@ -107,7 +103,7 @@ class _Prompt:
             np.zeros(1),
         )
         bounds_s = lower_bounds(plan, problem, self.parts[0], crossed, least_s)
-        costs, dense_s, summed_s, summed_bytes = self.costs(choice), 0.0, 0.0, 0
+        costs, dense_s, summed_s, summed_bytes = self.costs(problem), 0.0, 0.0, 0
         if costs:
             dense_s = layers * (costs.before_s() + costs.after_s()) + costs.embedding_s()
             dense_s += costs.head_s() if last else 0.0
@@ -201,9 +197,9 @@ def simulate_prefill(request: Request) -> Record:
     on_part = replace(request, cluster=prompt.parts[0])
     plans, validation = counted(on_part, choice), validated(on_part, choice)
     held = _held(prompt, choice)
-    model, degree = prompt.workload.model, prompt.workload.degree
+    costs, degree = prompt.costs(choice.problem), prompt.workload.degree
     step = request.workload.described(request.problem)
-    if model:
+    if costs:
         step = replace(
             step,
             attention_ms=1e3 * attention_s,
@@ -228,21 +224,17 @@ def simulate_prefill(request: Request) -> Record:
             compute_ms=computed_ms,
             exposed_comm_ms=step_ms - computed_ms,
             rank_idle_ms_max=1e3 * sum(chunk.idle_s for chunk in chunks) if degree == 1 else None,
-            rank_imbalance=None if model else float(busy_s.max() / busy_s.mean()),
+            rank_imbalance=None if costs else float(busy_s.max() / busy_s.mean()),
         ),
         Memory(
             peak_mem_bytes_max=held.peak_bytes,
-            peak_mem_source=SOURCES if model else SOURCE,
+            peak_mem_source=costs.sources if costs else SOURCE,
             peak_mem_bytes_expected=held.peak_bytes,
         ),
-        replace(
-            request.workload.prompt(request.problem),
-            ttft_s=step_ms / 1e3,
-            chunk_ms=[1e3 * chunk.whole_s for chunk in chunks],
-        ),
+        request.workload.prompt(request.problem).timed(step_ms, [1e3 * chunk.whole_s for chunk in chunks]),
         held.described(step),
     )
-    notes = [*request.notes, *request.cluster.notes(choice.problem), WHOLE if model else ALONE]
+    notes = [*request.notes, *request.cluster.notes(choice.problem), costs.note if costs else ALONE]
     notes += [SUMS.format(degree)] * (degree > 1)
     return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *parts, notes=notes)
 
@@ -269,7 +261,7 @@ def _chosen(request: Request) -> Choice:
         request.cluster.device.matmul_flops_per_s(request.problem.dtype)
         if request.cluster.stragglers:
             rule = "slow ranks are simulated for the attention only"
-            raise RequestError("stragglers", rule, "model=none would work")
+            raise RequestError("stragglers", rule, "workload=attention would work")
     found = [_choose(prompt, replace(request, problem=each)) for each in prompt.workload.attentions(request.problem)]
     return replace(found[-1], earlier=tuple(found[:-1]))
 
@@ -277,28 +269,28 @@ def _chosen(request: Request) -> Choice:
 def _choose(prompt: _Prompt, request: Request) -> Choice:
     """The variant of one chunk, which is the request's problem."""
     cluster, device = prompt.parts[0], request.cluster.device
-    if not prompt.workload.model or device.memory_bytes is None:
+    costs = prompt.costs(request.problem)
+    if not costs or device.memory_bytes is None:
         return choose(replace(request, cluster=cluster))
-    costs = prompt.workload.costs(request.problem, device)
-    others = (prompt.workload.layers - 1) * layer_cache_bytes(request.problem)
+    others = (prompt.workload.layers - 1) * costs.cache_bytes
     kinds = {
         "parameters": costs.parameters_bytes,
         "cache of other layers": others,
         "residual stream": costs.hidden_bytes,
     }
     rest = device.memory_bytes - sum(kinds.values())
-    fits = costs.parameters_bytes + others + layer_cache_bytes(request.problem) + costs.activations_bytes
+    fits = costs.parameters_bytes + others + costs.cache_bytes + costs.activations_bytes
     if rest > 0 and fits <= device.memory_bytes:
         try:
             return choose(replace(request, cluster=replace(cluster, device=replace(device, memory_bytes=rest))))
         except DeviceMemoryError:
             pass
-    listed = ", ".join(f"{kind} {size / 1e9:.3g}" for kind, size in kinds.items())
+    listed = ", ".join(f"{kind} {size / 1e9:.3g}" for kind, size in kinds.items() if size)
     rule = f"a GPU holds in GB {listed}, and then an attention and a feed-forward: {device.name} has "
     raise DeviceMemoryError(
-        f"seqlen={prompt.request.problem.seqlen} on gpus={prompt.gpus}",
+        f"seqlen={prompt.request.problem.keys.seqlen - prompt.request.problem.history} on gpus={prompt.gpus}",
         f"{rule}{device.memory_bytes / 1e9:.4g}",
-        "more GPUs, a higher prefill.tensor_parallel, or a smaller prefill.chunk, would work",
+        f"{costs.would_fit} would work",
     )
 
 
@@ -323,12 +315,12 @@ def _held(prompt: _Prompt, choice: Choice) -> _Held:
     """The memory of the chunk that takes most."""
     found = []
     for each in choice.attentions:
-        problem, costs = each.problem, prompt.costs(each)
+        problem, costs = each.problem, prompt.costs(each.problem)
         attention = account.peak_bytes(each.plans.values(), problem, prompt.parts[0].transport)
         if not costs:
             found.append(_Held(attention, attention))
             continue
-        cache = layer_cache_bytes(replace(problem, padded=None))
+        cache = costs.cache_bytes
         transient = max(attention - cache + costs.hidden_bytes, costs.activations_bytes)
         peak = costs.parameters_bytes + prompt.workload.layers * cache + transient
         found.append(_Held(peak, attention, costs.parameters_bytes, costs.activations_bytes))

@@ -141,24 +141,26 @@ def memory(planned: Memory, ranks: Sequence[RankResult]) -> Memory:
             peak_active_bytes_max=max(active),
             peak_reserved_bytes_max=max(reserved),
         )
-    kinds = any(rank.memory.kinds for rank in ranks)
+    kinds = ranks[0].memory.kinds
     live, grown = [rank.memory.live_bytes for rank in ranks], [rank.memory.grown_bytes for rank in ranks]
     found = replace(planned, peak_rss_growth_bytes_max=max(grown), peak_rss_growth_bytes_min=min(grown))
     if not any(live):  # a peer's tensors can't be seen
         return found
-    source = "parameters, gradients, optimizer, activations and " * kinds + "the executor's live tensors"
+    trained = "gradients, optimizer, " if "gradients" in kinds else ""
+    source = f"parameters, {trained}activations and " * bool(kinds) + "the executor's live tensors"
     return replace(found, peak_mem_source=source, peak_mem_bytes_max=max(live), peak_mem_bytes_min=min(live))
 
 
 def training_step(request: Request, samples: Samples, ranks: Sequence[RankResult]) -> TrainingStep:
-    """The parts of a training step; nothing for workload=attention."""
+    """The parts of a step of a model; nothing for workload=attention."""
     described = request.workload.described(request.problem)
     if not samples.by_rank("attention").size:
         return described
-    parts = [*TRAINING, *([FULL_ATTENTION] if samples.by_rank(FULL_ATTENTION).size else [])]
-    times_ms = {f"{part}_ms": float(rank_medians_ms(samples, part).max()) for part in parts}
-    whole_s = sum(samples.by_rank(STEP, phase) for phase in PHASES)
-    inside = [samples.by_rank(part, phase) for part in ("attention", "loss", "gradient_sync") for phase in PHASES]
+    timed = [part for part in (*TRAINING, FULL_ATTENTION) if samples.by_rank(part).size]
+    times_ms = {f"{part}_ms": float(rank_medians_ms(samples, part).max()) for part in timed}
+    phases = [phase for phase in PHASES if phase in request.phases]
+    whole_s = sum(samples.by_rank(STEP, phase) for phase in phases)
+    inside = [samples.by_rank(part, phase) for part in ("attention", "loss", "gradient_sync") for phase in phases]
     dense_s = whole_s - sum(seconds for seconds in inside if seconds.size)
     kinds = {f"{kind}_bytes": max(rank.memory.kinds[kind] for rank in ranks) for kind in ranks[0].memory.kinds}
     return replace(
@@ -167,17 +169,15 @@ def training_step(request: Request, samples: Samples, ranks: Sequence[RankResult
         **kinds,
         attention_exposed_ms=float(rank_medians_ms(samples, "waits").max()),
         dense_ms=1e3 * float(np.median(dense_s, axis=1).max()),
-        losses=list(ranks[0].losses),
+        losses=list(ranks[0].losses) or None,
     )
 
 
 def prompt(request: Request, samples: Samples, step_ms: float) -> Prompt:
     """How a prompt was computed; nothing for other workloads."""
     described = request.workload.prompt(request.problem)
-    if described.chunks is None:
-        return described
-    chunk_ms = [float(rank_medians_ms(samples, chunk_part(index)).max()) for index in range(described.chunks)]
-    return replace(described, ttft_s=step_ms / 1e3, chunk_ms=chunk_ms)
+    chunks = range(described.chunks or 0)
+    return described.timed(step_ms, [float(rank_medians_ms(samples, chunk_part(index)).max()) for index in chunks])
 
 
 def sent_per_gpu(ranks: Sequence[RankResult]) -> float:

@@ -8,7 +8,7 @@ nested values stay in the record. None means not known. Names carry units: times
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 from sp_bench.records.rows import SUMMARY, Result, Setting
@@ -398,6 +398,10 @@ class Prompt:
     kv_cache_bytes: Annotated[int | None, Result("KV cache per GPU", "GB", 1e-9, better="less")] = None
     """Bytes of keys and values, of all layers, that the GPU with most of them holds at the end."""
 
+    def timed(self, step_ms: float, chunk_ms: list[float]) -> Prompt:
+        """The same with the times of its chunks; as it is for other workloads."""
+        return self if self.chunks is None else replace(self, ttft_s=step_ms / 1e3, chunk_ms=chunk_ms)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStep:
@@ -443,6 +447,10 @@ class TrainingStep:
     """How many groups of ranks train on sequences of their own; gradients are summed over all of them."""
     turns: Annotated[int | None, Setting()] = None
     """How often a rank computes forward and backward in a step, whose gradients are added up."""
+    text: Annotated[str | None, Setting("text")] = None
+    """How text that all ranks hold enters a denoising step: joint or cross (workload.model)."""
+    text_tokens: Annotated[int | None, Setting("text", words="tokens")] = None
+    """Its tokens, which seqlen doesn't count."""
     linears: Annotated[str | None, Setting()] = None
     """The dtype of a layer's matrix products: compute (that of the activations) or float8."""
     full_layers: Annotated[int | None, Setting("layers that see all")] = None
@@ -473,7 +481,8 @@ class TrainingStep:
     optimizer_bytes: int | None = None
     """The optimizer's state."""
     activations_bytes: int | None = None
-    """Bytes that the backward keeps of the forward: the attention's inputs and outputs, the head's gradient too."""
+    """Bytes that the backward keeps of the forward: the attention's inputs and outputs, the head's gradient too.
+    Without a backward the most that a feed-forward network holds, its residual stream included."""
     attention_bytes: int | None = None
     """The peak of one attention: its inputs, buffers, accumulators and results."""
     gathered_bytes: int | None = None

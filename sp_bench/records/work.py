@@ -45,6 +45,8 @@ def step_flops(record: Record) -> float | None:
         return None
     per_pair = flops_per_pair(record.phase, record.head_dim, record.v_head_dim or record.head_dim)
     attention = float(record.batch * pairs * record.heads * per_pair)
+    if record.workload == "dit" and record.phase == "forward":
+        return _denoising_flops(record, pairs)
     if record.workload == "attention":
         return attention
     model = (record.config or {}).get("model") or {}
@@ -88,6 +90,23 @@ def _pairs(record: Record) -> float | None:
     if record.mask == Documents.name and record.seed is not None:
         return Documents(lengths_of(config["data"], seqlen, record.seed), record.causal, left, right).pairs(seqlen)
     return None
+
+
+def _denoising_flops(record: Record, pairs: float) -> float | None:
+    """Those of a denoising step on patches and, once, the text that all ranks hold."""
+    model, patches, text = (record.config or {}).get("model") or {}, record.seqlen, record.text_tokens or 0
+    if not {"layers", "width", "ffn", "channels"} <= {*model}:
+        return None
+    both_ends = 2 * model["channels"] * model["width"]
+    of_layers, wide = _weights(record, model) - both_ends, record.heads * record.head_dim
+    joint = text if record.text == "joint" else 0
+    pairs *= ((patches + joint) / patches) ** 2
+    matrices = both_ends * patches + of_layers * (patches + joint)
+    if record.text == "cross":
+        narrow = record.kv_heads * record.head_dim
+        matrices += model["layers"] * 2 * model["width"] * (wide * patches + narrow * text)
+        pairs += patches * text
+    return record.batch * (2.0 * matrices + 4.0 * model["layers"] * pairs * wide)
 
 
 def _weights(record: Record, model: Mapping[str, Any]) -> float:

@@ -125,13 +125,13 @@ class Blocks:
         windows, kv = self._windows(op.q.place, op.kv.place), op.kv
         forward = self._forward(op.q, op.o, windows, partial(self._take, kv))
 
-        sinks = self._sinks(op)
+        more = self._once(op)
 
         def attend(run: Execution) -> None:
             run.lap(WAITS)
             forward(run, run.holdings.chunks[kv])
-            if sinks and run.sinks is not None:
-                sinks(run)
+            if more:
+                more(run)
 
         return attend if windows else None  # without any the chunks may not have been sent
 
@@ -215,13 +215,13 @@ class Blocks:
 
         if op.forward:
             forward = self._forward(query, op.blocks[0].writes[0], windows, _rows_of)
-            sinks = self._sinks(*op.blocks)
+            more = self._once(*op.blocks)
 
             def gathered(run: Execution) -> None:
                 run.lap(WAITS)
                 forward(run, by_position(run.holdings))
-                if sinks and run.sinks is not None:
-                    sinks(run)
+                if more:
+                    more(run)
 
             return gathered
         dq, *dkv = op.writes
@@ -270,7 +270,7 @@ class Blocks:
             return [self._sums.at(into[chunks[number]][side], rows) for number, rows in pieces]
 
         bound = [(call, sums(0, op.queries, call.q), [] if op.forward else sums(1, op.keys, call.kv)) for call in found]
-        sinks, kernel = self._sinks(*op.blocks), self._kernel_of(op.queries[0])
+        more, kernel = self._once(*op.blocks), self._kernel_of(op.queries[0])
 
         def fused(run: Execution) -> None:
             run.lap(WAITS)
@@ -290,28 +290,53 @@ class Blocks:
                 for pieces, totals, of_side in sides:
                     _fold_parts(held, pieces, totals, of_side)
                 run.lap(FOLDS)
-            if sinks and run.sinks is not None:
-                sinks(run)
+            if more:
+                more(run)
 
         return fused if bound else None
 
-    def _sinks(self, *blocks: Attend | AttendBackward) -> Perform | None:
-        """A call that adds sinks to the outputs of queries that meet their own keys here: so once. None if none do."""
+    def _once(self, *blocks: Attend | AttendBackward) -> Perform | None:
+        """A call for queries that meet their own keys here, so once for each: it adds sinks, and keys that all ranks
+        hold, to their outputs. None if no queries do."""
         degree, rank = self._problem.layout.head_parallel, self._rank
-        into = [
-            (self._sums.of(block.o), self._heads(block.o))
+        own = [
+            block
             for block in blocks
             if isinstance(block, Attend)
             and int(block.q.place.owner(rank)) // degree == int(block.kv.place.owner(rank)) // degree
         ]
+        into = [(self._sums.of(block.o), self._heads(block.o)) for block in own]
+        of_held = [self._held(block) for block in own] if self._problem.mask.held else []
 
-        def sinks(run: Execution) -> None:
-            assert run.sinks is not None, "only of an execution that has some"
+        def once(run: Execution) -> None:
+            for attend in of_held:
+                attend(run)
+            if run.sinks is None:
+                return
             for total, heads in into:
                 run.holdings.partials.add_sinks(total, heads(run.sinks.scores))
             run.lap(FOLDS)
 
-        return sinks if into else None
+        return once if into else None
+
+    def _held(self, block: Attend) -> Perform:
+        """A call that folds the attention of a block's queries to the keys that all ranks hold into their output."""
+        problem, kernel, total = self._problem, self._kernel, self._sums.of(block.o)
+        take, sharing = self._take(block.q, total.rows), problem.padded_heads // problem.padded_kv_heads
+        heads = self._heads(block.o)(torch.arange(problem.padded_heads))
+        key_heads = slice(int(heads.min()) // sharing, int(heads.max()) // sharing + 1)
+
+        def attend(run: Execution) -> None:
+            (q,) = take(run.holdings, run.holdings.chunks[block.q])
+            k, v = (x[:, :, key_heads].contiguous() for x in run.held)
+            run.lap(REST)
+            out, lse = kernel.forward(q, k, v, RegionKind.FULL)
+            run.lap(KERNELS)
+            run.see(out, lse)
+            run.holdings.partials.add_output(total, out, lse)
+            run.lap(FOLDS)
+
+        return attend
 
     def _heads(self, chunk: Chunk) -> Callable[[Tensor], Tensor]:
         """A function that takes the heads of a chunk of queries out of a tensor (H,) of all heads: a view."""

@@ -89,15 +89,19 @@ class Engine:
         action: Action = Action.EVERYTHING,
         live: LiveBytes | None = None,
         sinks: Tensor | None = None,
+        held: Tensors = (),
     ) -> tuple[Tensor, Saved]:
         """Return out_BSHD of this rank's queries in the compute dtype, and the tensors saved for the backward.
 
         `q` has this rank's queries, or those of all ranks where all of them have them (Problem.queries_everywhere).
 
         `sinks`, (H,) in the dtype of statistics, are scores that each row's softmax has besides those of keys.
+        `held` are keys and values that all ranks hold beside those that are dealt, (B, T, kv_heads, D) each, of as many
+        tokens as the mask says (plan.mask.Joint). There is no backward with them.
         """
+        assert (held[0].shape[1] if held else 0) == self.problem.mask.held, "as many as the plans were made for"
         sunk = self._sinks(sinks)
-        found = self._run("forward", {Q: (q,), KV: (k, v)}, action, live, sunk)
+        found = self._run("forward", {Q: (q,), KV: (k, v)}, action, live, sunk, held)
         out, *lse = found.pop(O, None) or found.pop(OUT)
         if "backward" in self.plans:
             lse = [harmless(x) for x in lse]
@@ -181,7 +185,13 @@ class Engine:
         return self._executors[phase]
 
     def _run(
-        self, phase: str, inputs: Saved, action: Action, live: LiveBytes | None, sinks: Sinks | None = None
+        self,
+        phase: str,
+        inputs: Saved,
+        action: Action,
+        live: LiveBytes | None,
+        sinks: Sinks | None = None,
+        held: Tensors = (),
     ) -> Saved:
         """Run a phase on its input tensors by chunk type; return its results likewise, in the compute dtype.
 
@@ -191,18 +201,19 @@ class Engine:
         of_tokens = {chunk.tensor for chunk in plan.inputs}
         all_heads = {**inputs} | {t: tuple(padded(x, self.problem, t) for x in inputs[t]) for t in of_tokens}
         given = {chunk: self._given(chunk, all_heads, plan) for chunk in plan.starts_with}
+        held = tuple(padded(x, self.problem, KV) for x in held)
         if live:
-            live.always = [x for tensors in inputs.values() for x in tensors]
+            live.always = [x for tensors in (*inputs.values(), held) for x in tensors]
         whole = self._results(plan)
         views = {c: self._slices(c, whole[c.tensor]) for c in plan.outputs if c.tensor in whole}
-        found = self._executor(phase)(given, action, live, views, sinks)
+        found = self._executor(phase)(given, action, live, views, sinks, held)
         for tensor in dict.fromkeys(c.tensor for c in plan.ends_with if c.tensor not in whole):
             whole[tensor] = self._whole(tensor, found, plan)
         of_tokens = {chunk.tensor for chunk in plan.outputs}
         results = whole | {t: tuple(true(x, self.problem, t) for x in whole[t]) for t in of_tokens}
         if live:
-            held = [*given.values(), *found.values(), *whole.values(), *results.values()]
-            live.see([*self.buffers.tensors(), *(x for tensors in held for x in tensors)])
+            known = [*given.values(), *found.values(), *whole.values(), *results.values()]
+            live.see([*self.buffers.tensors(), *(x for tensors in known for x in tensors)])
         return results
 
     def _given(self, chunk: Chunk, inputs: Saved, plan: Plan) -> Tensors:

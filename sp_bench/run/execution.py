@@ -81,12 +81,13 @@ class Execution:
         on_host: bool,
         live: LiveBytes | None = None,
         sinks: Sinks | None = None,
+        held: Tensors = (),
     ) -> None:
         """`timed` marks where laps end: on a GPU by events, `on_host` by its clock. `live` records the memory held.
 
-        Each row's softmax has `sinks` besides the scores of keys.
+        Each row's softmax has `sinks` besides the scores of keys. `held` are keys and values that all ranks hold.
         """
-        self.sinks = sinks
+        self.sinks, self.held = sinks, held
         self.holdings, self.marks = Holdings(inputs, sums, device), Marks(clock)
         self._live, self._buffers = live, buffers
         self._mark: Callable[[], Any] | None = clock.mark if timed else None

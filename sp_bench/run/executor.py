@@ -81,10 +81,12 @@ class Executor:
         live: LiveBytes | None = None,
         results: Mapping[Chunk, Tensors] | None = None,
         sinks: Sinks | None = None,
+        held: Tensors = (),
     ) -> dict[Chunk, Tensors]:
         """Run the plan on its input chunks and return its output chunks; partials keep the accumulation dtype.
 
-        Transfers that end with a chunk of `results` write it there. Each row's softmax has `sinks`, too.
+        Transfers that end with a chunk of `results` write it there. Each row's softmax has `sinks`, too, and the scores
+        of `held`, keys and values (B, T, kv_heads, D) that all ranks hold.
 
         On a GPU the results are ready on the caller's stream, not yet on the host. `live` records the memory held
         after each block. Raises what a transfer raises (RuntimeError from torch.distributed if a peer fails or times
@@ -92,7 +94,7 @@ class Executor:
         """
         self._transport.check()
         program = self._program(action)
-        how = {"timed": self._timed, "on_host": self._on_host, "live": live, "sinks": sinks}
+        how = {"timed": self._timed, "on_host": self._on_host, "live": live, "sinks": sinks, "held": held}
         execution = Execution(inputs, self._sums, self._device, self._buffers, self._streams.clock, **how)
         self._last_marks = execution.marks
         self._lanes.given_results = results or {}

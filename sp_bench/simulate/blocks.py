@@ -17,7 +17,7 @@ from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.ops import Attend, AttendBackward, Block, Chunk, Fused, Gathered, Plan
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.tensors import Tensor
+from sp_bench.plan.tensors import O, Tensor
 from sp_bench.plan.union import Calls, Pieces, calls_of, classes
 
 
@@ -28,8 +28,9 @@ class BlockCosts:
         self._plan, self._problem, self._device, self._lowering = plan, problem, device, lowering
         self._flow = dataflow(plan)
         self.classes = block_classes(plan, problem)
-        self.class_s = device.block_s(problem, plan.phase)
-        """Seconds of the kernel calls of a block, by class: (classes,)."""
+        self.class_s = device.block_s(problem, plan.phase) + _held_s(problem, device)
+        """Seconds of the kernel calls of a block, by class, with the fold of what keys that all ranks hold add:
+        (classes,)."""
         self.joins = device.implementation.joins_blocks and isinstance(problem.blocks, PackBlocks)
         """Whether blocks of one query chunk that are ready together are one kernel call for variable lengths."""
         alone = (self.classes.first[index] for index, op in plan if isinstance(op, Attend | AttendBackward))
@@ -204,6 +205,16 @@ class BlockCosts:
             total_s += fold_s
             fresh = False
         return total_s
+
+
+def _held_s(problem: Problem, device: DeviceCosts) -> np.ndarray:
+    """Seconds of a block's calls with keys that all ranks hold, and of their folds, by class: (classes,)."""
+    if not problem.mask.held:
+        return np.zeros(1)
+    tensor = O.by_heads if problem.layout.head_parallel > 1 else O
+    held = [problem.blocks.held_of(kind) for kind in range(problem.blocks.classes)]
+    fold_s = device.fold_s(problem, tensor)
+    return np.array([device.regions_s(problem, "forward", regions) + len(regions) * fold_s for regions in held])
 
 
 def kernels_s(plan: Plan, problem: Problem, cluster: Cluster) -> np.ndarray:

@@ -4,15 +4,17 @@ from sp_bench.errors import unknown
 from sp_bench.workload.attention import Attention
 from sp_bench.workload.base import RankContext, Spec, Step, Workload
 from sp_bench.workload.decode import Decode
+from sp_bench.workload.dit import Denoise, Dit
 from sp_bench.workload.gate import TOLERANCE, GateErrors
 from sp_bench.workload.prefill import Prefill
-from sp_bench.workload.train import Dit, Train
+from sp_bench.workload.train import Train
 
 __all__ = [
     "TOLERANCE",
     "WORKLOADS",
     "Attention",
     "Decode",
+    "Denoise",
     "Dit",
     "GateErrors",
     "Prefill",

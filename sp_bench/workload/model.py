@@ -10,8 +10,10 @@ from msgspec import structs
 
 from sp_bench.errors import RequestError
 from sp_bench.plan.problem import Problem
-from sp_bench.reading import Count, Positive, Section
+from sp_bench.reading import Count, Natural, Positive, Section
 
+SMALL_TEXT = 24
+"""Most text tokens of the correctness gate."""
 NONE = "none"
 """The name of no model, for workload=attention."""
 
@@ -21,7 +23,8 @@ class Model(Section, frozen=True, kw_only=True):
 
     decoder: tokens in, next tokens out; RMSNorm, RoPE, a SwiGLU of three matrices, an untied head (Touvron et al.
     2023). dit: noisy patches in, the noise out; LayerNorm modulated by the diffusion time, a GELU of two matrices
-    (Peebles and Xie 2023, adaLN-Zero), and RoPE in place of DiT's fixed embedding of positions.
+    (Peebles and Xie 2023, adaLN-Zero), and RoPE in place of DiT's fixed embedding of positions. Text enters the forward
+    of a dit alone, at the model's width, and all ranks hold it (workload=dit phase=forward).
     """
 
     name: str
@@ -39,6 +42,14 @@ class Model(Section, frozen=True, kw_only=True):
     full_every: Count | None = None
     """Every so many layers one sees all, and the others what the window or the chunks of the mask leave, as in GPT-OSS
     (2), Llama 4 (4) and Gemma 3 (6). None: all layers are alike."""
+    text: Literal["joint", "cross"] | None = None
+    """How text enters a dit. joint: text tokens go through the layers beside patches, and all see all (MM-DiT, Esser et
+    al. 2024). cross: each layer has a cross-attention from patches to text (Wan, 2025)."""
+    text_tokens: Natural = 0
+    """Text tokens of a sequence; 0 for none."""
+    modulation: Literal["layer", "shared"] = "layer"
+    """The matrix of a dit that makes modulations of the diffusion time: one in each layer, or one for all and a bias in
+    each (adaLN-single of PixArt, Chen et al. 2023)."""
 
     def __post_init__(self) -> None:
         """Raises RequestError where the kind's own size is missing, or the other kind's is given, and for layers of two
@@ -53,11 +64,27 @@ class Model(Section, frozen=True, kw_only=True):
         if getattr(self, other) is not None:
             rule = f"says nothing about a model of kind={self.kind}"
             raise RequestError(f"{other}={getattr(self, other)}", rule, f"{other}=null would work")
+        if self.text_tokens and not self.text:
+            rule = "says nothing about a model without text"
+            raise RequestError(f"text_tokens={self.text_tokens}", rule, "0, or text=joint, would work")
+        if self.kind == "decoder" and (self.text or self.modulation != "layer"):
+            value = f"text={self.text}" if self.text else f"modulation={self.modulation}"
+            raise RequestError(value, "is of models of kind=dit", f"{value.partition('=')[0]} left out would work")
 
     @property
     def modulated(self) -> bool:
         """Whether the layers are modulated by the diffusion time."""
         return self.kind == "dit"
+
+    @property
+    def crosses(self) -> bool:
+        """Whether its layers have a cross-attention to text."""
+        return self.text == "cross" and self.text_tokens > 0
+
+    @property
+    def joint_tokens(self) -> int:
+        """Text tokens that go through the layers beside patches."""
+        return self.text_tokens if self.text == "joint" else 0
 
     @property
     def outputs(self) -> int:
@@ -80,18 +107,29 @@ class Model(Section, frozen=True, kw_only=True):
         q, kv = problem.heads * problem.head_dim, problem.kv_heads * problem.head_dim
         mlp = ("gate", "up") if self.kind == "decoder" else ("up",)
         found = {"q": (self.width, q), "k": (self.width, kv), "v": (self.width, kv), "o": (q, self.width)}
+        found |= {"cross_q": (self.width, q), "cross_o": (q, self.width)} if self.crosses else {}
         return found | dict.fromkeys(mlp, (self.width, self.ffn)) | {"down": (self.ffn, self.width)}
+
+    def text_matrices(self, problem: Problem) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of the matrices that each text token of a cross-attention is multiplied with."""
+        kv = problem.kv_heads * problem.head_dim
+        return dict.fromkeys(("cross_k", "cross_v"), (self.width, kv)) if self.crosses else {}
 
     def layer_shapes(self, problem: Problem) -> list[tuple[int, int]]:
         """(rows, elements of a row) of each parameter of one layer."""
-        matrices = [(outputs, inputs) for inputs, outputs in self.layer_matrices(problem).values()]
-        return matrices + (self._with_bias(6) if self.modulated else [(self.width, 1)] * 2)
+        both = self.layer_matrices(problem) | self.text_matrices(problem)
+        matrices = [(outputs, inputs) for inputs, outputs in both.values()]
+        if not self.modulated:
+            return matrices + [(self.width, 1)] * 2
+        return matrices + (self._with_bias(6) if self.modulation == "layer" else [(6 * self.width, 1)])
 
     def outside_shapes(self) -> list[tuple[int, int]]:
         """The same of the parameters outside the layers: embedding, head, the last norm, the diffusion time's."""
         head = (self.outputs, self.width)
         if self.modulated:
-            return [(self.width, self.outputs), head, *self._with_bias(1), *self._with_bias(1), *self._with_bias(2)]
+            shared = [(6 * self.width, self.width)] if self.modulation == "shared" else []
+            times = [*self._with_bias(1), *self._with_bias(1), *self._with_bias(2)]
+            return [(self.width, self.outputs), head, *times, *shared]
         return [head, head, (self.width, 1)]
 
     def _with_bias(self, widths: int) -> list[tuple[int, int]]:
@@ -135,7 +173,8 @@ class Model(Section, frozen=True, kw_only=True):
         sizes = {name: min(getattr(self, name) or 64, 64) for name in ("width", "ffn")}
         own = {"vocab": 64} if self.kind == "decoder" else {"channels": 16}
         every = 2 if self.full_every else None
-        return structs.replace(self, layers=min(self.layers, 2), full_every=every, **sizes, **own)
+        sizes |= {"layers": min(self.layers, 2), "text_tokens": min(self.text_tokens, SMALL_TEXT)}
+        return structs.replace(self, full_every=every, **sizes, **own)
 
 
 def shard_elements(shapes: Sequence[tuple[int, int]], n: int) -> int:

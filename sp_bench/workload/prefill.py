@@ -7,13 +7,9 @@ the attention of one layer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, ClassVar, Self
-
-import yaml
 
 from sp_bench import account
 from sp_bench.cluster.device import DeviceCosts
@@ -24,11 +20,11 @@ from sp_bench.plan.method import Method
 from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Natural, Section, Tokens, read
 from sp_bench.records.quantities import Prompt, TrainingStep
-from sp_bench.resources import CONF
 from sp_bench.workload.base import RankContext, Spec, Step, Workload
 from sp_bench.workload.gate import GateErrors
 from sp_bench.workload.model import NONE, Model
 from sp_bench.workload.prefill_costs import PrefillCosts, layer_cache_bytes
+from sp_bench.workload.training import refuse_training
 
 
 class Chunking(Section, frozen=True, kw_only=True):
@@ -63,11 +59,7 @@ class Prefill(Workload):
     def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Self:
         """The workload of a config. Raises RequestError for a model that has no first token, and keys of training."""
         asked = _chunking(config)
-        for key, usual in _trained().items():
-            if (value := config["train"].get(key)) != usual:
-                given, works = (json.dumps(x).strip('"') for x in (value, usual))
-                rule = "is about training, and workload=prefill trains nothing"
-                raise RequestError(f"train.{key}={given}", rule, f"train.{key}={works} would work")
+        refuse_training(config, f"workload={cls.name}")
         if config["model"]["name"] == NONE:
             if asked.tensor_parallel > 1:
                 rule = "splits the matrices of a model, and there is none"
@@ -244,9 +236,3 @@ def _refuse_mask(name: str, *taken: str) -> None:
     if name not in taken:
         rule = "is not that of a prompt: each chunk sees all of what is cached, and itself causally"
         raise RequestError(f"mask={name}", rule, f"mask={CAUSAL.name} would work")
-
-
-@cache
-def _trained() -> Mapping[str, Any]:
-    """The section `train` with its defaults."""
-    return yaml.safe_load((CONF / "config.yaml").read_text())["train"]

@@ -1,4 +1,4 @@
-"""workload=train and workload=dit: a training step of a transformer with sequence-parallel attention.
+"""workload=train: a training step of a transformer with sequence-parallel attention.
 
 All ranks share one sequence (or `batch` of them). Each rank has all parameters, or a shard of each (FSDP); gradients
 are summed over all ranks. Imports no torch.
@@ -254,10 +254,3 @@ class Train(Workload):
         from sp_bench.workload.train_step import TrainStep
 
         return TrainStep(self, spec, context)
-
-
-class Dit(Train):
-    """The same of a diffusion transformer (Peebles and Xie 2023), without a mask, on seeded noisy patches."""
-
-    name: ClassVar[str] = "dit"
-    kind: ClassVar[str] = "dit"

@@ -74,7 +74,7 @@ class ExactAttention:
 def gate(workload: Train, spec: Spec, context: RankContext) -> GateErrors:
     """Errors of the point's plans in a narrow model on a shorter sequence. All ranks must call it."""
     problem, model = spec.problem, workload.model.small()
-    small = problem.scaled(_length(problem, model.layers, context.device.type))
+    small = problem.scaled(gate_tokens(problem, model.layers, context.device.type))
     group = group_on(context.device) if problem.n > 1 else None
     given = model, small, workload.training, spec.seed, context.rank, context.device, group
     trainer = Trainer(*given, sharded=workload.sharded)
@@ -101,7 +101,7 @@ def _small(workload: Train, spec: Spec, problem: Problem) -> list[PlannedAttenti
     ]
 
 
-def _length(problem: Problem, layers: int, device: str) -> int:
+def gate_tokens(problem: Problem, layers: int, device: str) -> int:
     """The tokens of the gate's problem: as many as its exact attention has time and memory for."""
     tokens, more = divmod(problem.seqlen, problem.n)
     shared = -(-problem.kv_heads // problem.n) * (problem.heads // problem.kv_heads)

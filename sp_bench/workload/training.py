@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from functools import cache
+from typing import Annotated, Any, Literal
 
+import yaml
 from msgspec import Meta
 
+from sp_bench.errors import RequestError
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.reading import Count, Positive, Section, Tokens
+from sp_bench.resources import CONF
 from sp_bench.workload.model import Model, shard_elements
 
 UPDATE = "update"
@@ -50,6 +55,21 @@ class Training(Section, frozen=True, kw_only=True):
     """The tokens whose logits exist at a time."""
     learning_rate: Positive
     task: Annotated[str, Meta(description="the data of a decoder", examples=["recall", "copy"])]
+
+
+def refuse_training(config: Mapping[str, Any], what: str) -> None:
+    """Raise RequestError for a key of the section `train` that isn't at its default: `what` trains nothing."""
+    for key, usual in _usual().items():
+        if (value := config["train"].get(key)) != usual:
+            given, works = (json.dumps(x).strip('"') for x in (value, usual))
+            rule = f"is about training, and {what} trains nothing"
+            raise RequestError(f"train.{key}={given}", rule, f"train.{key}={works} would work")
+
+
+@cache
+def _usual() -> Mapping[str, Any]:
+    """The section `train` with its defaults."""
+    return yaml.safe_load((CONF / "config.yaml").read_text())["train"]
 
 
 def sent_otherwise(

@@ -1,7 +1,7 @@
 """A transformer in plain torch whose attention is injected, so that any method computes it.
 
-Shapes: B batch, S the rank's tokens, M width, H heads, D head_dim, F ffn. Parameters are fp32 (fp64 if the compute
-dtype is) and are cast where they are used. Sharded ones are gathered in the compute dtype (sharded.py).
+Shapes: B batch, S the rank's tokens, M width, H heads, D head_dim, F ffn, T text tokens. Parameters are fp32 (fp64 if
+the compute dtype is) and are cast where they are used. Sharded ones are gathered in the compute dtype (sharded.py).
 """
 
 from __future__ import annotations
@@ -69,24 +69,43 @@ class Layer(nn.Module):
     gate: Linear
     up: Linear
     down: Linear
+    cross_q: Linear
+    cross_k: Linear
+    cross_v: Linear
+    cross_o: Linear
 
     def __init__(self, model: Model, problem: Problem, dtype: torch.dtype) -> None:
         super().__init__()
         self.head_dim, self.modulated = problem.head_dim, model.modulated
         for name, (inputs, outputs) in model.layer_matrices(problem).items():
             self.add_module(name, Linear(inputs, outputs, bias=False, dtype=dtype))
-        if model.modulated:
+        for name, (inputs, outputs) in model.text_matrices(problem).items():
+            self.add_module(name, Linear(inputs, outputs, bias=False, dtype=dtype))
+        self.modulation = None
+        if model.modulated and model.modulation == "layer":
             self.modulation = Linear(model.width, 6 * model.width, dtype=dtype)
+        elif model.modulated:
+            self.modulation_bias = nn.Parameter(torch.zeros(6 * model.width, dtype=dtype))
         else:
             self.norms = nn.ModuleList(RMSNorm(model.width, dtype) for _ in range(2))
 
     def forward(
-        self, x_BSM: Tensor, rotary_2S1D: Tensor, time_BM: Tensor | None, attend: Attend, recompute: Recompute
+        self,
+        x_BSM: Tensor,
+        rotary_2S1D: Tensor,
+        time_BM: Tensor | None,
+        attend: Attend,
+        recompute: Recompute,
+        text_BTM: Tensor | None = None,
     ) -> Tensor:
-        """The layer's output, (B, S, M). It keeps for the backward what `recompute` leaves."""
+        """The layer's output, (B, S, M). It keeps for the backward what `recompute` leaves.
+
+        `time_BM` is the embedding of the diffusion time or, where layers share the matrix of modulations, its product,
+        (B, 6 M). `text_BTM` is what its cross-attention sees.
+        """
 
         def whole(x_BSM: Tensor) -> Tensor:
-            return self.rest(x_BSM, attend(*self.heads(x_BSM, rotary_2S1D, time_BM)), time_BM)
+            return self.rest(x_BSM, attend(*self.heads(x_BSM, rotary_2S1D, time_BM)), time_BM, text_BTM)
 
         if recompute == "none":
             return whole(x_BSM)
@@ -101,15 +120,25 @@ class Layer(nn.Module):
         q, k, v = (matrix(x_BSM).unflatten(-1, (-1, self.head_dim)) for matrix in (self.q, self.k, self.v))
         return rotated(q, rotary_2S1D), rotated(k, rotary_2S1D), v
 
-    def rest(self, x_BSM: Tensor, out_BSHD: Tensor, time_BM: Tensor | None) -> Tensor:
+    def rest(self, x_BSM: Tensor, out_BSHD: Tensor, time_BM: Tensor | None, text_BTM: Tensor | None = None) -> Tensor:
         """The layer's output, given its input and the attention of its heads."""
         x_BSM = x_BSM + self._gated(self.o(out_BSHD.flatten(2)), time_BM, 0)
+        if text_BTM is not None:
+            x_BSM = x_BSM + self._crossed(x_BSM, text_BTM)
         y_BSM = self._normed(x_BSM, time_BM, 1)
         if self.modulated:
             y_BSF = F.gelu(self.up(y_BSM), approximate="tanh")
         else:
             y_BSF = F.silu(self.gate(y_BSM)) * self.up(y_BSM)
         return x_BSM + self._gated(self.down(y_BSF), time_BM, 1)
+
+    def _crossed(self, x_BSM: Tensor, text_BTM: Tensor) -> Tensor:
+        """The cross-attention from tokens to text, which is the same whoever else holds the text."""
+        y_BSM = F.layer_norm(x_BSM, x_BSM.shape[-1:], eps=EPSILON)
+        given = ((self.cross_q, y_BSM), (self.cross_k, text_BTM), (self.cross_v, text_BTM))
+        q, k, v = (matrix(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for matrix, x in given)
+        out_BHSD = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+        return self.cross_o(out_BHSD.transpose(1, 2).flatten(2))
 
     def _normed(self, x_BSM: Tensor, time_BM: Tensor | None, which: int) -> Tensor:
         if time_BM is None:
@@ -122,7 +151,9 @@ class Layer(nn.Module):
 
     def _modulations(self, time_BM: Tensor, which: int) -> tuple[Tensor, ...]:
         """shift, scale and gate of one half of the layer, (B, 1, M) each."""
-        return self.modulation(F.silu(time_BM))[:, None].chunk(6, dim=-1)[3 * which : 3 * which + 3]
+        shared = self.modulation is None
+        found = time_BM + self.modulation_bias.to(time_BM.dtype) if shared else self.modulation(F.silu(time_BM))
+        return found[:, None].chunk(6, dim=-1)[3 * which : 3 * which + 3]
 
 
 class Transformer(nn.Module):
@@ -138,6 +169,8 @@ class Transformer(nn.Module):
             self.embed = Linear(model.outputs, model.width, bias=False, dtype=dtype)
             self.time = nn.ModuleList(Linear(model.width, model.width, dtype=dtype) for _ in range(2))
             self.modulation = Linear(model.width, 2 * model.width, dtype=dtype)
+            if model.modulation == "shared":
+                self.modulations = Linear(model.width, 6 * model.width, bias=False, dtype=dtype)
         else:
             self.embed = nn.Embedding(model.outputs, model.width, dtype=dtype)
             self.norm = RMSNorm(model.width, dtype)
@@ -168,17 +201,25 @@ class Transformer(nn.Module):
         attends: Sequence[Attend],
         recompute: Recompute,
         times_B: Tensor | None = None,
+        text_BTM: Tensor | None = None,
     ) -> Tensor:
         """The hidden states before the head, (B, S, M), of tokens (B, S) or patches (B, S, channels).
 
-        Each layer has one of the attentions `attends` (Model.attention_of).
+        Each layer has one of the attentions `attends` (Model.attention_of). Text that is joint goes through the layers
+        before the patches. `positions_S` and attentions are for both then.
         """
         found = self.embed(inputs if times_B is None else inputs.to(self.compute_dtype))
         x_BSM, time_BM = found.to(self.compute_dtype), None if times_B is None else self._time(times_B)
+        joint = self.model.joint_tokens if text_BTM is not None else 0
+        x_BSM = torch.cat((text_BTM, x_BSM), 1) if joint and text_BTM is not None else x_BSM
+        crossed, of_layers = (text_BTM if self.model.crosses else None), time_BM
+        if time_BM is not None and self.model.modulation == "shared":
+            of_layers = self.modulations(F.silu(time_BM))
         rotary_2S1D = rotary(positions_S, self.problem.head_dim, self.model.rope_theta, self.wide)
         for number, layer in enumerate(self.layers):
             attend = attends[self.model.attention_of(number)]
-            x_BSM = layer(x_BSM, rotary_2S1D, time_BM, attend, recompute)
+            x_BSM = layer(x_BSM, rotary_2S1D, of_layers, attend, recompute, crossed)
+        x_BSM = x_BSM[:, joint:]
         if time_BM is None:
             return self.norm(x_BSM)
         shift, scale = self.modulation(F.silu(time_BM))[:, None].chunk(2, dim=-1)

@@ -35,6 +35,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "docs/how-to/own_attention.md",
         "docs/how-to/choose.md",
         "docs/how-to/decode.md",
+        "docs/how-to/dit.md",
         "skills/sp_bench/SKILL.md",
     ],
 )

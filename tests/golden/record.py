@@ -103,6 +103,9 @@ CHOSEN = (
     "method=tree workload=decode gpus=64 batch=32 kv_seqlen=128k heads=32 kv_heads=8 cluster=h100_ndr400",
     "method=pass_q workload=decode gpus=8 batch=3 kv_seqlen=20001 decode.page_tokens=64 kv_heads=8 cluster=h100_ndr400",
     "method=ring model=gpt_oss_20b train.parameters=sharded gpus=16 seqlen=128k cluster=h100_ndr400",
+    "method=ulysses model=flux_like phase=forward gpus=8 seqlen=4k cluster=h100_ndr400",
+    "method=mesh model=flux_like phase=forward gpus=16 seqlen=16k cluster=h100_ndr400",
+    "method=usp model=wan_like gpus=16 seqlen=75600 cluster=h100_ndr400",
 )
 WHOLE = {"causal": "", "full": "causal=false"}
 """The word of a chosen point on each mask that has a short form; others are named."""

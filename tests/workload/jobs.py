@@ -14,8 +14,10 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.nccl import transport_for
-from sp_bench.workload import RankContext, Spec, Train
-from sp_bench.workload.attention_step import make_engines
+from sp_bench.workload import Denoise, RankContext, Spec, Train
+from sp_bench.workload.attention_step import make_engine, make_engines
+from sp_bench.workload.denoiser import Denoiser
+from sp_bench.workload.dit_gate import Seen
 from sp_bench.workload.prefill_step import PrefillStep
 from sp_bench.workload.train_gate import ExactAttention, compared
 from sp_bench.workload.trainer import Trainer
@@ -37,7 +39,7 @@ def trainer_of(spec: Spec, rank: int, group: dist.ProcessGroup | None = None) ->
 def alone(spec: Spec) -> Spec:
     """The same on one process in fp64."""
     problem = spec.problem
-    whole = replace(problem, n=1, dtype="float64", wire_dtype="", layout=LAYOUTS["contiguous"], head_slices=1)
+    whole = replace(problem.in_one_slice, n=1, dtype="float64", wire_dtype="", layout=LAYOUTS["contiguous"])
     return replace(spec, workload=replace(cast("Train", spec.workload), sharded=False), problem=whole, plans={})
 
 
@@ -122,3 +124,43 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     places = torch.arange(k.shape[1] - q.shape[1], k.shape[1])
     scores.masked_fill_(torch.arange(k.shape[1]) > places[:, None], -torch.inf)
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+
+def denoising_errors(specs: Sequence[Spec]) -> list[tuple[float, float | None]]:
+    """For each denoising step: the relative error of all patches against plain attention on one process in fp64, and of
+    the latter without text that is joint."""
+    found = []
+    for spec in specs:
+        if not (group := group_of(spec.problem.n, spec.problem)):
+            continue
+        rank, model = dist.get_rank(), cast("Denoise", spec.workload).model
+        denoiser = Denoiser(model, spec.problem, spec.seed, rank, CPU)
+        engine = make_engine(spec, spec.problem, context_of(group, rank))
+        for _ in range(2):  # the second time in buffers that are there already
+            mine = denoiser.predicted(denoiser.latent(0), Seen(engine))
+        engine.close()
+        by_rank: list = [None] * spec.problem.n
+        dist.all_gather_object(by_rank, (denoiser.places, mine), group=group)
+        places, patches = (torch.cat(each, dim) for dim, each in enumerate(zip(*by_rank, strict=True)))
+        one = alone(spec).problem
+        text, keys = one.mask.held, one.keys.seqlen
+        whole = Denoiser(model, replace(one, seqlen=keys + text, kv_seqlen=keys, padded=None), spec.seed, 0, CPU)
+        exact, without = (whole.predicted(whole.latent(0), attend)[:, places] for attend in (_plain, _without_text))
+        found.append((_off(patches, exact), _off(without, exact) if text else None))
+    return found
+
+
+def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, held: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Attention of all queries to all keys."""
+    both = (torch.cat(pair, 1) for pair in zip(held or (k[:, :0], v[:, :0]), (k, v), strict=True))
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in both)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+
+def _without_text(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, held: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return _plain(q, k, v, ())

@@ -1,0 +1,183 @@
+"""workload=dit: a training step of a diffusion transformer, or with phase=forward one denoising step. Imports no torch.
+
+Text tokens of a denoising step are on all ranks whole (Model.text). Where they are joint, a rank's queries are its
+patches and all text, and text keys are one more block of its own (plan.mask.Joint), as in xDiT's attention with
+replicated joint tensors (Fang et al. 2024). Cross-attention to text is local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from sp_bench.cluster.device import DeviceCosts
+from sp_bench.errors import RequestError
+from sp_bench.peers.peer import Peer
+from sp_bench.plan.mask import FULL, Joint, Mask
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.problem import Problem
+from sp_bench.reading import read
+from sp_bench.records.quantities import TrainingStep
+from sp_bench.workload.base import RankContext, Spec, Step
+from sp_bench.workload.dit_costs import DenoiseCosts
+from sp_bench.workload.gate import GateErrors
+from sp_bench.workload.model import NONE, Model
+from sp_bench.workload.train import Train
+from sp_bench.workload.training import UPDATE, refuse_training
+
+FORWARD = ("forward",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dit(Train):
+    """A training step of a diffusion transformer (Peebles and Xie 2023), without a mask, on seeded noisy patches.
+
+    Its sequence has no text besides.
+    """
+
+    name: ClassVar[str] = "dit"
+    kind: ClassVar[str] = "dit"
+    phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "forward": FORWARD,
+        "forward_backward": (*PHASES, UPDATE),
+    }
+
+    @classmethod
+    def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Train:
+        """The workload of a config: a denoising step if the forward alone is timed.
+
+        Raises RequestError as Train does, and for a training step with cross-attention to text.
+        """
+        if phases == FORWARD:
+            return Denoise.build(config, phases)
+        found = super().build(config, phases)
+        if found.model.crosses:
+            rule = "has cross-attention to text, which training steps don't have"
+            works = "phase=forward, or model.text_tokens=0, would work"
+            raise RequestError(f"model={found.model.name} phase={config['phase']}", rule, works)
+        return found
+
+    @classmethod
+    def attention_of(
+        cls, config: Mapping[str, Any], shape: Mapping[str, Any], mask: Mask, n: int
+    ) -> tuple[dict[str, Any], Mask]:
+        """The shape and mask of the attention on n ranks; with joint text that of Joint."""
+        if cls.phases_of(str(config["phase"])) != FORWARD or config["model"]["name"] == NONE:
+            return dict(shape), mask
+        if not (text := read(Model, config["model"], "model").joint_tokens):
+            return dict(shape), mask
+        if mask is not FULL:
+            rule = "lets patches see all text, and text all patches"
+            raise RequestError(f"mask={mask.name} with model.text=joint", rule, "mask=full would work")
+        if shape["kv_seqlen"]:
+            rule = "counts its keys itself: patches, and text"
+            raise RequestError(f"kv_seqlen={shape['kv_seqlen']} with model.text=joint", rule, "null would work")
+        seqlen = shape["seqlen"]
+        return {**shape, "seqlen": seqlen + n * text, "kv_seqlen": seqlen}, Joint(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Denoise(Train):
+    """The forward of all layers on the patches of a latent, at one diffusion time: latency, and no gradients.
+
+    Every rank has all parameters, in the compute dtype. With joint text the problem's queries are patches and, on each
+    rank, all text, and its keys are the patches.
+    """
+
+    name: ClassVar[str] = "dit"
+    kind: ClassVar[str] = "dit"
+    phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"forward": FORWARD}
+    simulated_as: ClassVar[str] = "prefill"
+    degree: ClassVar[int] = 1
+
+    @classmethod
+    def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Train:
+        """The workload of a config. Raises RequestError as Train does, for keys of training and layers of two kinds."""
+        refuse_training(config, f"workload={cls.name} phase=forward")
+        found = super().build(config, phases)
+        if found.model.full_every:
+            rule = f"workload={cls.name} phase=forward has layers of one kind"
+            works = "model.full_every=null, or phase=forward_backward, would work"
+            raise RequestError(f"model.full_every={found.model.full_every}", rule, works)
+        return found
+
+    def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:
+        """Raise RequestError as Train does, and for patches that ranks can't share evenly beside joint text."""
+        text, patches = self.model.joint_tokens, problem.keys.seqlen
+        super().refuse(replace(problem, seqlen=patches, kv_seqlen=None) if text else problem, mode, peer)
+        if text and patches % problem.n:
+            rule = (
+                f"must be a multiple of the {problem.n} ranks: each has as many patches beside the text that all hold"
+            )
+            raise RequestError(f"seqlen={patches}", rule, f"seqlen={patches // problem.n * problem.n} would work")
+
+    def on(self, device: DeviceCosts, problem: Problem) -> Denoise:
+        """The same: parameters are on every rank."""
+        return self
+
+    @property
+    def layers(self) -> int:
+        """How many attentions a step has, one after another."""
+        return self.model.layers
+
+    @classmethod
+    def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
+        """The forward."""
+        return phases
+
+    @property
+    def plan_phases(self) -> tuple[str, ...]:
+        return self.phases
+
+    def times_executed(self, phase: str, attention: int = 0) -> Mapping[str, int]:
+        """The plan once for each layer."""
+        return {phase: self.layers}
+
+    def sent_otherwise(self, phase: str, problem: Problem) -> Mapping[tuple[str, ...], int]:
+        """Nothing: neither text nor cross-attention to it is sent beside the plans."""
+        return {}
+
+    def tokens(self, problem: Problem) -> int:
+        """Patches."""
+        return problem.batch * problem.keys.seqlen
+
+    def described(self, problem: Problem) -> TrainingStep:
+        """The model, and its text."""
+        text = (self.model.text, self.model.text_tokens) if self.model.text_tokens else (None, None)
+        parameters = self.model.parameters(problem)
+        return TrainingStep(model=self.model.name, parameters=parameters, text=text[0], text_tokens=text[1])
+
+    def costs(self, problem: Problem, device: DeviceCosts, crowding: float = 1.0) -> DenoiseCosts:
+        """Seconds and memory of a step beside its attention, on a GPU of such a device."""
+        return DenoiseCosts(model=self.model, problem=problem, device=device, crowding=crowding)
+
+    def held_bytes(self, device: DeviceCosts, problem: Problem) -> Mapping[str, int]:
+        """Bytes of parameters and activations."""
+        costs = self.costs(problem, device)
+        return {"parameters": costs.parameters_bytes, "activations": costs.activations_bytes}
+
+    def flops(self, phase: str, problem: Problem) -> float:
+        """FLOPs of the matrices on each token, 2 N D, and of attention among all of them. Text counts once, whoever
+        computes it again."""
+        model, patches = self.model, problem.keys.seqlen
+        tokens, width = patches + model.joint_tokens, problem.heads * problem.head_dim
+        seen = problem.pairs / (problem.seqlen * problem.keys.seqlen)
+        pairs = tokens * (tokens * seen + model.text_tokens * model.crosses)
+        of_text = sum(a * b for a, b in model.text_matrices(problem).values()) * model.text_tokens
+        of_tokens = sum(a * b for a, b in model.layer_matrices(problem).values()) * tokens
+        both_ends = 2 * model.outputs * model.width * patches
+        matrices = 2.0 * (self.layers * (of_tokens + of_text) + both_ends)
+        return problem.batch * (matrices + 4.0 * self.layers * pairs * width)
+
+    def gate(self, spec: Spec, context: RankContext) -> GateErrors:
+        """Errors of the patches, and of the attention of each layer, of a narrow model against one process in fp64."""
+        from sp_bench.workload.dit_gate import gate
+
+        return gate(self, spec, context)
+
+    def prepare(self, spec: Spec, context: RankContext) -> Step:
+        """Make the parameters, and an engine for the attention of all layers."""
+        from sp_bench.workload.dit_step import DenoiseStep
+
+        return DenoiseStep(self, spec, context)

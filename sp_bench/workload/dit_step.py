@@ -1,0 +1,188 @@
+"""A denoising step on one rank, with the times of its attention and its memory by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import FULL
+from sp_bench.plan.problem import Problem
+from sp_bench.run.devices import clock_of
+from sp_bench.run.engine import Engine
+from sp_bench.run.executor import Action, Spent
+from sp_bench.run.holdings import LiveBytes
+from sp_bench.workload.attention_step import make_engine, parts_of
+from sp_bench.workload.base import RankContext, Spec
+from sp_bench.workload.denoiser import Denoiser
+from sp_bench.workload.engine_step import EngineStep
+from sp_bench.workload.exact_rows import Inputs, errors_of_rows, sampled
+from sp_bench.workload.gate import GateErrors
+from sp_bench.workload.transformer import Layer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sp_bench.workload.dit import Denoise
+
+
+class DenoiseStep(EngineStep):
+    """A denoiser, and the engine that computes the attention of all its layers."""
+
+    def __init__(self, workload: Denoise, spec: Spec, context: RankContext) -> None:
+        """Make model and engine. All ranks must call it."""
+        self._workload, self._spec, self._context, self._clock = workload, spec, context, clock_of(context.device)
+        self._denoiser = Denoiser(workload.model, spec.problem, spec.seed, context.rank, context.device)
+        engine = make_engine(spec, spec.problem, context, timed=True)
+        assert isinstance(engine, Engine)
+        self._engine, self._action, self._live = engine, Action.EVERYTHING, None
+        self._marks: list[tuple[Any, Any]] = []
+        self._readings: list[Callable[[], Spent]] = []
+        self._number = 0
+        self._latent = self._denoiser.latent(0)
+        self._predicted: Tensor | None = None
+        self._last: tuple[Tensor, ...] = ()
+        """q, k, v, the held keys and values, and the output of the last attention; empty unless it is watched."""
+        self._watched = False
+        self._activation_bytes = self._residual_bytes = self._attention_bytes = 0
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of all layers."""
+        return self._engine
+
+    def untimed(self) -> None:
+        """Make the next latent."""
+        self._latent = self._denoiser.latent(self._number)
+        self._number += 1
+
+    def capture(self) -> None:
+        """Nothing: a step of a model isn't replayed."""
+
+    def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
+        """Execute the step, or only its blocks with all else that computes, or only the transfers of its attentions."""
+        self._action, self._live = action, LiveBytes() if live else None
+        self._marks, self._readings = [], []
+        if action is Action.COMMUNICATION:
+            given = self._arbitrary()
+            for _ in range(self._workload.layers):
+                self._attend(*given)
+            return
+        with self._measured() if live else ExitStack():
+            predicted = self._denoiser.predicted(self._latent, self._attend)
+        if action is Action.EVERYTHING:
+            self._predicted = predicted
+        if live and self._live:
+            self._attention_bytes = max(self._attention_bytes, self._live.peak)
+            held = self.memory()
+            # What a feed-forward holds is gone when the next attention begins, but for the residual stream.
+            of_layer = max(held["activations"], self._residual_bytes + held["attention"])
+            live.peak = held["parameters"] + of_layer
+
+    def parts(self, phase: str) -> Mapping[str, float]:
+        """Seconds of the last execution by part: the attention as a whole, and its own parts."""
+        found = {"attention": sum(self._clock.seconds(*pair) for pair in self._marks)}
+        for reading in self._readings:
+            for name, spent in parts_of(reading()).items():
+                found[name] = found.get(name, 0.0) + spent
+        return found
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes by kind; activations and the attention's own are those of the execution that was measured."""
+        parameters = sum(parameter.nbytes for parameter in self._denoiser.network.parameters())
+        return {
+            "parameters": parameters,
+            "activations": self._activation_bytes,
+            "attention": self._attention_bytes,
+        }
+
+    def finite(self) -> bool:
+        """Whether the last result is finite."""
+        return self._predicted is None or bool(self._predicted.isfinite().all())
+
+    def keep(self) -> None:
+        """Nothing: `errors` executes a step of its own, whose tensors needn't be kept while others are timed."""
+
+    def errors(self) -> GateErrors:
+        """Errors of sampled rows of the last layer's attention, in one more execution of the timed step."""
+        self._watched = True
+        self.run("forward", Action.EVERYTHING)
+        self._watched = False
+        q, k, v, *held, out = self._last
+        problem = whole_attention(self._spec.problem)
+        if held:
+            k, v = (with_share(*pair, self._context.rank, problem) for pair in zip((k, v), held, strict=True))
+        sample = sampled(problem, self._context.rank, self._spec.seed)
+        inputs: Inputs = q, k, v, q  # of dout no row is looked at
+        return errors_of_rows(problem, self._context, inputs, sample.of({"out": out}), sample)
+
+    def close(self) -> None:
+        """Release the engine's threads and streams."""
+        self._engine.close()
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, held: tuple[Tensor, ...]) -> Tensor:
+        start = self._clock.mark()
+        out, _ = self._engine.forward(q, k, v, self._action, self._live, held=held)
+        self._marks.append((start, self._clock.mark()))
+        self._readings.append(self._engine.reading("forward"))
+        if self._watched:
+            self._last = (q, k, v, *held, out)
+        return out
+
+    def _arbitrary(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """q, k, v and held keys and values of the rank's shape."""
+        problem, rank, model = self._spec.problem, self._context.rank, self._workload.model
+        dtype, device = getattr(torch, problem.dtype), self._context.device
+
+        def made(tokens: int, heads: int) -> Tensor:
+            return torch.zeros(problem.batch, int(tokens), heads, problem.head_dim, dtype=dtype, device=device)
+
+        k = made(problem.keys.tokens(rank), problem.kv_heads)
+        text = made(model.joint_tokens, problem.kv_heads)
+        return made(problem.queries.tokens(rank), problem.heads), k, k, (text, text) if model.joint_tokens else ()
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Measure the activations of a feed-forward network: its input and what its matrices read and write."""
+        with ExitStack() as hooks:
+            for layer in self._denoiser.network.layers:
+                assert isinstance(layer, Layer)
+                found: dict[str, int] = {}
+
+                def input_of(module: Any, given: tuple[Tensor, ...], into: dict[str, int] = found) -> None:
+                    into["residual"] = self._residual_bytes = given[0].nbytes
+
+                def both_of(module: Any, given: tuple[Tensor, ...], out: Tensor, into: dict[str, int] = found) -> None:
+                    into["up"] = given[0].nbytes + out.nbytes
+
+                def activated(module: Any, given: tuple[Tensor, ...], into: dict[str, int] = found) -> None:
+                    self._activation_bytes = max(self._activation_bytes, sum(into.values()) + given[0].nbytes)
+
+                for hook in (
+                    layer.register_forward_pre_hook(input_of),
+                    layer.up.register_forward_hook(both_of),
+                    layer.down.register_forward_pre_hook(activated),
+                ):
+                    hooks.callback(hook.remove)
+            yield
+
+
+def whole_attention(problem: Problem) -> Problem:
+    """The problem with the keys that all ranks hold dealt behind the others: `with_share` has a rank's part of them."""
+    if not problem.mask.held:
+        return problem
+    keys = problem.keys.seqlen + problem.mask.held
+    whole = replace(problem.in_one_slice, padded=None)
+    return replace(whole, kv_seqlen=keys, mask=FULL, layout=LAYOUTS["contiguous"])
+
+
+def with_share(dealt: Tensor, held: Tensor, rank: int, problem: Problem) -> Tensor:
+    """A rank's keys or values of `whole_attention`: those that were dealt, and as many of the held ones as are left."""
+    before = sum(int(problem.keys.tokens(r)) for r in range(rank)) - rank * dealt.shape[1]
+    more = int(problem.keys.tokens(rank)) - dealt.shape[1]
+    return torch.cat((dealt, held[:, before : before + more]), 1)
