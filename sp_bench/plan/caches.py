@@ -133,7 +133,7 @@ class Caches(OfLengths):
     def layout_of_keys(self, layout: Layout) -> Layout:
         return layout if self.pages is None else Paged("paged", 1, self.pages)
 
-    def held(self, n: int) -> int:
+    def capacity(self, n: int) -> int:
         """Rows of keys for which the rank that holds most has room: those of its runs, or of all its pages."""
         if self.pages is None:
             return sum(len(piece(0, n, length)) for length in self.lengths)

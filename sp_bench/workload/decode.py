@@ -145,7 +145,7 @@ class Decode(Attention):
         assert isinstance(mask, Caches), "attention_of made it"
         return DecodeStep(
             sequences=len(mask.lengths),
-            cache_bytes=mask.held(problem.n) * sum(problem.token_bytes(field, wire=False) for field in KV.fields),
+            cache_bytes=mask.capacity(problem.n) * sum(problem.token_bytes(field, wire=False) for field in KV.fields),
             cache_page_tokens=mask.page,
             latent_keys=problem.absorbed or None,
             cache_tensor_parallel=self.degree if self.degree > 1 else None,

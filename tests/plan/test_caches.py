@@ -77,14 +77,14 @@ def test_every_key_is_dealt_once(problem: Problem) -> None:
     assert max(counts) - min(counts) <= len(mask.lengths) * (mask.page or 1)
     if mask.page:
         pages = [problem.keys.positions(rank) for rank in range(problem.n)]
-        assert max(map(len, pages)) * mask.page == mask.held(problem.n)
+        assert max(map(len, pages)) * mask.page == mask.capacity(problem.n)
         before = np.cumsum([0, *mask.lengths])
         for rank, of_rank in enumerate(pages):
             starts = np.array([run.start for run in of_rank])
             sequence = np.searchsorted(before, starts, side="right") - 1
             assert ((starts - before[sequence]) // mask.page % problem.n == rank).all()
     else:
-        assert max(counts) == mask.held(problem.n)
+        assert max(counts) == mask.capacity(problem.n)
 
 
 @settings(max_examples=50)
