@@ -21,6 +21,7 @@ from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Attend, AttendBackward, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.point.choose import FUSED
+from sp_bench.point.given import SHAPE
 from sp_bench.point.masks import mask_of
 from sp_bench.records import Record
 
@@ -170,7 +171,7 @@ def planned(record: Record, phase: str) -> tuple[Plan, Problem, Cluster]:
 
 
 def _problem(record: Record) -> Problem:
-    keys = ("seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "wire_dtype")
+    keys = (*SHAPE, "dtype", "wire_dtype")
     mask = mask_of(record.config or {}, record.seqlen, record.seed or 0)
     return Problem(
         n=record.gpus, mask=mask, layout=mask.layout(record.layout or ""), **{key: getattr(record, key) for key in keys}

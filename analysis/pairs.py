@@ -21,7 +21,8 @@ from sp_bench.resources import ROOT
 
 HOW_OFTEN = ("iters", "warmup")
 """Keys that change the precision of a result, not its value."""
-ATTENTION = ("seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "causal", "phase")
+ATTENTION = ("seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "latent_dim", "rope_dim")
+ATTENTION += ("causal", "phase")
 """Fields that two single records must share to be comparable."""
 
 

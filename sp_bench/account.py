@@ -309,7 +309,7 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     )
     if sliced:  # a slice of the heads is a copy
         standing += sum(result_bytes(chunk) for chunk in plan.inputs if chunk not in lowering.views)
-    standing += _unpadded_bytes(plan.inputs, problem)
+    standing += _unpadded_bytes(plan.inputs, problem) + _matrix_bytes(plan, problem)
     neutral = {chunk.tensor: chunk not in unsummed for chunk in untouched_partials(plan, problem)}
     standing += sum(held_bytes(tensor, summed) for tensor, summed in neutral.items())
     owners = _first_ranks(plan, problem)
@@ -448,7 +448,18 @@ def _made_bytes(op: Block, problem: Problem) -> int:
         tokens = sum(problem.field_tokens(chunk.tensor.fields[0]) for chunk in of_keys)
     backward = any(chunk.tensor.of_keys for chunk in op.writes)
     each = problem.batch * problem.block_heads * (problem.head_dim + problem.value_dim) * DTYPE_BYTES[problem.dtype]
-    return tokens * each * (2 if backward else 1)
+    # The product that is added to a gradient of the matrices has their heads, too.
+    product = problem.block_heads * max(problem.made_dim, problem.value_dim) * problem.latent_dim
+    return tokens * each * (2 if backward else 1) + backward * product * DTYPE_BYTES[problem.dtype]
+
+
+def _matrix_bytes(plan: Plan, problem: Problem) -> int:
+    """Bytes of the matrices from latents to keys and values, backward with their gradients; 0 without latents."""
+    if not problem.latent_dim:
+        return 0
+    elements = problem.heads * (problem.made_dim + problem.value_dim) * problem.latent_dim
+    gradient = DTYPE_BYTES[problem.accumulate_dtype] if plan.phase == "backward" else 0
+    return elements * (DTYPE_BYTES[problem.dtype] + gradient)
 
 
 def _cut(op: Fused) -> frozenset[Chunk]:

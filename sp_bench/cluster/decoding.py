@@ -5,6 +5,7 @@ A cluster file may have the seconds that calls took by the bytes that they read:
     caches:
       figures: published                      # published, measured, or assumed
       source: where they are from
+      head_dim: 128                           # of the heads that were read
       read_s: {2.1e+6: 4.5e-6, 8.4e+6: 6.3e-6}  # a launch apart; between points linear in logarithms
 
 A call reads the keys and values of every sequence once, for all of its rows, and takes as long as that or as its matrix
@@ -23,7 +24,7 @@ from msgspec import Meta
 from sp_bench.plan.caches import CacheBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import KV, OUT, Q
-from sp_bench.reading import Positive, Section, figure
+from sp_bench.reading import Count, Positive, Section, figure
 
 KERNELS = 2
 """Launches of a call: one for the parts of caches, one that puts them together."""
@@ -34,6 +35,7 @@ class CacheReads(Section, frozen=True, kw_only=True):
 
     figures: Literal["published", "measured", "assumed"]
     source: Any = None
+    head_dim: Count
     read_s: Annotated[dict[Positive, Annotated[Positive, figure(1e-7, 10, "seconds of a call")]], Meta(min_length=2)]
 
     def seconds(self, moved_bytes: np.ndarray) -> np.ndarray:

@@ -161,6 +161,8 @@ class DeviceCosts:
                 f"there are no kernel figures for it on {self.name}, so that it can't be simulated there",
                 f"one of {', '.join(dtypes)} would work",
             )
+        if problem.latent_dim:
+            self.matmul_flops_per_s(problem.dtype, "making of keys is")
         fits = any(table.fits(problem) for table in known) or padded(known, problem)
         if not (fits or problem.decodes):  # the time of a decode step is that of reads, for any width
             widths = sorted({(table.head_dim, table.v_head_dim or table.head_dim) for table in known})
@@ -171,13 +173,14 @@ class DeviceCosts:
                 f"head_dim={head_dims} would work, or a cluster file with figures for {problem.head_dim}",
             )
 
-    def matmul_flops_per_s(self, dtype: str) -> float:
-        """FLOP/s of large matrix products. Raises RequestError for a dtype without figures."""
+    def matmul_flops_per_s(self, dtype: str, what: str = "training step is") -> float:
+        """FLOP/s of large matrix products. Raises RequestError for a dtype without figures, by which no `what`
+        simulated."""
         if dtype not in self.matmul_tflops:
             known = ", ".join(f"dtype={name}" for name in self.matmul_tflops)
             raise RequestError(
                 f"dtype={dtype}",
-                f"there are no figures of matrix products for it on {self.name}, so that no training step is simulated",
+                f"there are no figures of matrix products for it on {self.name}, so that no {what} simulated",
                 f"{known or f'cluster.device.matmul_tflops={{{dtype}: 100}}'} would work",
             )
         return 1e12 * self.matmul_tflops[dtype]
@@ -200,6 +203,8 @@ class DeviceCosts:
             rate, known = f"at {self.memory_bytes_per_s / 1e12:.3g} TB/s", "no such kernel was measured"
             if self.caches:
                 rate, known = "by the bytes", f"the figures of reads are {self.caches.figures}"
+                if problem.head_dim != self.caches.head_dim:
+                    known += f", of heads of {self.caches.head_dim}: heads of 256 were seen to take a fifth longer"
             tflops = self._decoded_flops_per_s(problem) / 1e12
             notes.append(
                 f"a decode step's kernel is simulated by its reads of memory {rate}, or by its matrix products at "
@@ -343,7 +348,8 @@ class DeviceCosts:
         """Seconds of merging the partials that a reduce-scatter brings into one: each is read once, the result written,
         in the wire dtype. It is one kernel for outputs, and two for each gradient: the rank's own place is set to zero,
         and added with the others."""
-        launches, more = (1, 1) if tensor.is_output else (2 * len(tensor.fields), 3)
+        fields = sum(problem.width(field) > 0 for field in tensor.fields)
+        launches, more = (1, 1) if tensor.is_output else (2 * fields, 3)
         moved = (parts + more) * sum(problem.field_bytes(field, wire=True) for field in tensor.fields)
         merged_s = self._memory_s(moved, self.fold_bytes_per_s if tensor.is_output else self.sum_bytes_per_s)
         return merged_s + (launches - 1) * self.launch_s
@@ -410,15 +416,21 @@ class DeviceCosts:
             return 0.0
         rows, heads = problem.batch * tokens, problem.block_heads
         made = problem.made_dim + problem.value_dim
-        flops = 2.0 * rows * heads * made * problem.latent_dim
-        copied = rows * heads * (problem.made_dim + problem.head_dim)
-        products, copies = 2, 1
-        if phase == "backward":  # elements of gradients lie together for the products, and the shared ones are summed
-            flops, products, copies = 3 * flops, 6, 4
-            copied += rows * heads * (2 * problem.made_dim + (problem.rope_dim or 0))
-        moved_s = copied * DTYPE_BYTES[problem.dtype] / self.memory_bytes_per_s
-        launches_s = (products + copies) * self.launch_s
-        return launches_s + moved_s + flops / self.matmul_flops_per_s(problem.dtype)
+        matrices = heads * made * problem.latent_dim
+        flops, size = 2.0 * rows * matrices, DTYPE_BYTES[problem.dtype]
+        moved = rows * heads * (problem.made_dim + problem.head_dim) * size
+        launches = 3
+        if phase == "backward":
+            # What is made lies together for the products, and what is shared is summed over heads; then the products
+            # are added, to each other and to the gradients of the matrices.
+            flops, launches = 3 * flops, 13
+            moved += rows * heads * (2 * problem.made_dim + (problem.rope_dim or 0)) * size
+            moved += rows * (5 * problem.latent_dim + 2 * (problem.rope_dim or 0)) * size
+            moved += matrices * (size + 2 * DTYPE_BYTES[problem.accumulate_dtype])
+        # Of a dtype without figures, measured points still rank their variants.
+        others = (*self.matmul_tflops.values(), *self.peak_tflops.values())
+        tflops = self.matmul_tflops.get(problem.dtype) or max(others, default=1.0)
+        return launches * self.launch_s + moved / self.memory_bytes_per_s + flops / (1e12 * tflops)
 
 
 def same_model(found: str, figures: str) -> bool:

@@ -230,9 +230,10 @@ class KernelTable:
         )
 
     def fits(self, problem: Problem) -> bool:
-        """Whether the table has the problem's dtype and head_dim, and its values are no wider."""
-        wide_enough = problem.value_dim <= (self.v_head_dim or self.head_dim)
-        return problem.dtype in self.dtypes and problem.head_dim == self.head_dim and wide_enough
+        """Whether the table has the problem's dtype and head_dim, and its kernel takes the problem's values: padded to
+        the width of keys, or of the one narrower width that it is built for."""
+        takes = self.v_head_dim in (None, problem.value_dim)
+        return problem.dtype in self.dtypes and problem.head_dim == self.head_dim and takes
 
     def flops_per_pair(self, problem: Problem, phase: str) -> int:
         """FLOPs of a (query, key) pair of a head that the kernel computes: values narrower than its own are padded."""

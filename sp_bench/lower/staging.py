@@ -6,10 +6,9 @@ from collections.abc import Container, Mapping
 from functools import cache
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from sp_bench.lower.transports import TransportKind
 from sp_bench.plan import casts
+from sp_bench.plan.block_classes import of_held_keys
 from sp_bench.plan.dataflow import Value, dataflow
 from sp_bench.plan.ops import (
     AllToAll,
@@ -65,6 +64,7 @@ def unsummed_partials(plan: Plan, problem: Problem) -> frozenset[Chunk]:
             if value.chunk.tensor.is_partial and not value.chunk.is_arriving:
                 writers.setdefault(value, []).append(op)
     summed = {value.chunk for value, ops in writers.items() if len(ops) > 1 or not _makes_all(ops[0], problem)}
+    summed |= of_held_keys(plan, problem)
     if problem.wire_dtype == problem.accumulate_dtype:
         transfers = (op for op in plan.ops if isinstance(op, Transfer) and op.reads)
         summed |= {chunk for op in transfers if op.tensor.is_partial for chunk in op.reads}
@@ -202,16 +202,7 @@ def _makes_all(op: Op, problem: Problem) -> bool:
         return not any(adds_up(op, problem, field) for field in by_heads(op))
     if isinstance(op, Fused) and not _is_one_call(op, problem):
         return False
-    return isinstance(op, Block) and not problem.blocks.narrows and not _sees_held_keys(op, problem)
-
-
-def _sees_held_keys(op: Block, problem: Problem) -> bool:
-    """Whether an operation also computes, on some rank, with keys that all ranks hold."""
-    if not problem.mask.held:
-        return False
-    of, everyone = problem.blocks.of, np.arange(problem.n)
-    classes = [of(block.q.owner(everyone), block.kv.owner(everyone)) for block in op.blocks]
-    return any(problem.blocks.held_of(int(kind)) for kind in np.unique(classes))
+    return isinstance(op, Block) and not problem.blocks.narrows
 
 
 def _is_one_call(op: Fused, problem: Problem) -> bool:

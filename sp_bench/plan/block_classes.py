@@ -89,3 +89,18 @@ def _find(plan: Plan, problem: Problem) -> BlockClasses:
         q, kv = both[start : start + BLOCKS_AT_ONCE].T
         of[start : start + BLOCKS_AT_ONCE] = problem.blocks.of(owner[q], owner[kv])
     return BlockClasses(first, of)
+
+
+def of_held_keys(plan: Plan, problem: Problem) -> frozenset[Chunk]:
+    """The outputs to which some rank adds the attention to keys that all ranks hold (mask.Joint)."""
+    if not problem.mask.held:
+        return frozenset()
+    classes, blocks = block_classes(plan, problem), problem.blocks
+    kinds = [kind for kind in range(blocks.classes) if blocks.held_of(kind)]
+    return frozenset(
+        block.writes[0]
+        for index, op in plan
+        if isinstance(op, Block)
+        for row, block in enumerate(op.blocks, classes.first[index])
+        if np.isin(classes.of[row], kinds).any()
+    )

@@ -118,14 +118,14 @@ class Problem:
             rule = "all heads have their keys of one latent, which is the one head that travels"
             raise RequestError(f"{asked}, kv_heads={self.kv_heads}", rule, "kv_heads=1 would work")
         if self.rope_dim is None or not 0 <= self.rope_dim < self.head_dim:
-            rule = f"are those of head_dim={self.head_dim} that are not made of the latent, and not all are such"
+            rule = f"must be 0 to {self.head_dim - 1}: of head_dim={self.head_dim} one at least is made of the latent"
             raise RequestError(f"rope_dim={self.rope_dim}", rule, f"rope_dim={self.head_dim // 3} would work")
         if self.decodes:
             rule = "a step makes no keys of what is cached: its queries have absorbed the matrices"
             raise RequestError(f"{asked}, workload=decode", rule, "latent_dim=null decode.latent=true would work")
         if self.mask.in_pieces:
-            rule = "blocks of pieces of chunks make no keys"
-            raise RequestError(f"{asked}, mask={self.mask.name}", rule, "mask=causal would work")
+            rule = "latents travel under masks of whole sequences alone so far"
+            raise RequestError(f"{asked}, mask={self.mask.name}", rule, "mask=causal or mask=full would work")
 
     @cached_property
     def queries(self) -> Shards:

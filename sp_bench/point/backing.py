@@ -41,8 +41,8 @@ TELLING = 0.03
 """Times that differ by less are not told apart: repetitions of published measurements differ as much."""
 PACKS = f"mask={Documents.name}"
 """The mask's class of packed documents without a window."""
-OF_NO_TIME = ("peak_tflops", "memory_bytes")
-"""Figures of a device that change no simulated time."""
+OF_NO_TIME = ("peak_tflops", "memory_bytes", "caches")
+"""Figures of a device that change no simulated time of what is measured: there are no decode steps among that."""
 OF_PACKS = ("variable", "variable_least_s", "variable_block_s")
 """Figures of a table of rates that change the times of calls for variable lengths alone: those of packs."""
 
@@ -187,8 +187,9 @@ def figures_of(config: Mapping[str, Any], kind: Kind, kernel: str) -> str:
     names = ("cores", "gpus_per_node", "intra", "lab", "hosts")
     names += ("inter", "fabric", "placement") if kind.links == BETWEEN_NODES else ()
     device = {key: value for key, value in section["device"].items() if key not in ("name", *OF_NO_TIME)}
-    tables = section["device"]["rates"].items()
-    without = () if kind.mask == PACKS else OF_PACKS
+    # Nor are there values narrower than keys, which some tables are for.
+    tables = [(name, table) for name, table in section["device"]["rates"].items() if not table["v_head_dim"]]
+    without = ("v_head_dim", *(() if kind.mask == PACKS else OF_PACKS))
     device["rates"] = {name: {k: v for k, v in table.items() if k not in without} for name, table in tables}
     return digest({"device": device, "kernel": kernel, **{name: section[name] for name in names}})
 

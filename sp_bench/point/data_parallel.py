@@ -12,13 +12,17 @@ from sp_bench.point.training import simulate_training
 from sp_bench.reading import Count, read
 from sp_bench.records import Record
 from sp_bench.workload import Train, workload_named
+from sp_bench.workload.training import UPDATE
 
 AUTO = "auto"
 
 
 def is_asked(config: Mapping[str, Any]) -> bool:
     """Whether the config leaves the number of groups to the simulation, and trains."""
-    return config["train"].get("data_parallel") == AUTO and issubclass(workload_named(str(config["workload"])), Train)
+    kind = workload_named(str(config["workload"]))
+    if config["train"].get("data_parallel") != AUTO or not issubclass(kind, Train):
+        return False
+    return UPDATE in kind.phases_of(str(config["phase"]))
 
 
 def with_groups(config: Mapping[str, Any], groups: int) -> dict[str, Any]:

@@ -173,6 +173,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     implementation = Implementation.build(config.get("implementation") or {"name": OURS.name})
     cluster.refuse(values.gpus)
     _refuse_sinks(config, kind)
+    _refuse_replays(config, problem)
     mode = resolve_mode(config, values.gpus, cluster, launch, of_a_peer=peer is not None)
     workload.refuse(problem, mode.name, peer)
     for attention in workload.attentions(problem):
@@ -229,6 +230,13 @@ def _refuse_sinks(config: Mapping[str, Any], kind: type[Workload]) -> None:
     if config["cuda_graph"] is True:
         rule = "are summed by the host's call, which a graph doesn't have"
         raise RequestError("sinks=true cuda_graph=true", rule, "cuda_graph=false would work")
+
+
+def _refuse_replays(config: Mapping[str, Any], problem: Problem) -> None:
+    """Raise RequestError for steps that are replayed and add to gradients of matrices that no graph knows."""
+    if problem.latent_dim and config["cuda_graph"] is True:
+        rule = "blocks add to gradients of matrices that are not the replayed engine's"
+        raise RequestError(f"latent_dim={problem.latent_dim} cuda_graph=true", rule, "cuda_graph=false would work")
 
 
 def _method(given: Given, *, here: bool) -> Method | Peer:

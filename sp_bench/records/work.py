@@ -18,7 +18,6 @@ from sp_bench.reading import Tokens, read
 from sp_bench.records.record import Record
 from sp_bench.resources import CONF, conf_content
 
-"""How many matrix products of a block are as wide as keys, and how many as wide as values, by phase."""
 MATRICES = {"forward": 1.0, "backward": 2.0, "forward_backward": 3.0}
 """FLOPs of a model's matrices in a step over those of its forward, by phase."""
 

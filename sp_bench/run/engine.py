@@ -204,6 +204,7 @@ class Engine:
         held = tuple(padded(x, self.problem, KV) for x in held)
         if live:
             live.always = [x for tensors in (*inputs.values(), held) for x in tensors]
+            live.always += self._latents.tensors if self._latents else ()
         whole = self._results(plan)
         views = {c: self._slices(c, whole[c.tensor]) for c in plan.outputs if c.tensor in whole}
         found = self._executor(phase)(given, action, live, views, sinks, held)

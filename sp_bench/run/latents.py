@@ -8,7 +8,7 @@ v = V_h c_L.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,33 +32,38 @@ class Latents:
     """(H, D - R, L), in the compute dtype."""
     to_values: Tensor
     """(H, V, L)."""
-    gradients: tuple[Tensor, Tensor] = field(init=False)
-    """What this rank's blocks have added to their gradients, in the dtype of accumulators. Whoever wants those of all
-    tokens sums them over ranks, as those of other weights."""
-
-    def __post_init__(self) -> None:
-        wide = torch.float64 if self.to_keys.dtype == torch.float64 else torch.float32
-        zeros = torch.zeros_like(self.to_keys, dtype=wide), torch.zeros_like(self.to_values, dtype=wide)
-        object.__setattr__(self, "gradients", zeros)
+    gradients: tuple[Tensor, Tensor] | None = None
+    """What this rank's blocks have added to their gradients, in the dtype of accumulators; None without a backward.
+    Whoever wants those of all tokens sums them over ranks, as those of other weights."""
 
     @classmethod
-    def random(cls, problem: Problem, seed: int, device: torch.device) -> Latents | None:
+    def random(cls, problem: Problem, seed: int, device: torch.device, *, backward: bool = True) -> Latents | None:
         """Random matrices that keep the size of normal latents, the same on all ranks; None for other problems."""
         if problem.latent_dim is None:
             return None
         generator, dtype = torch.Generator().manual_seed(seed), getattr(torch, problem.dtype)
         shapes = [(problem.heads, rows, problem.latent_dim) for rows in (problem.made_dim, problem.value_dim)]
         drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-        return cls(*((x * problem.latent_dim**-0.5).to(device, dtype) for x in drawn))
+        to_keys, to_values = ((x * problem.latent_dim**-0.5).to(device, dtype) for x in drawn)
+        wide = getattr(torch, problem.accumulate_dtype)
+        zeros = torch.zeros_like(to_keys, dtype=wide), torch.zeros_like(to_values, dtype=wide)
+        return cls(to_keys, to_values, zeros if backward else None)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a rank holds of them."""
+        return (self.to_keys, self.to_values, *(self.gradients or ()))
 
     def of(self, heads: Heads) -> Matrices:
         """The matrices of some query heads."""
         return self.to_keys[heads], self.to_values[heads]
 
-    def add_gradients(self, c: Tensor, dk: Tensor, dv: Tensor, heads: Heads) -> None:
-        """Add to the matrices' gradients those by (dk_BSHD, dv_BSHV) of some heads, made of c_BS1W."""
+    def add_gradients(self, c: Tensor, made: Tensor, dv: Tensor, heads: Heads) -> None:
+        """Add to the matrices' gradients those by what is made of c_BS1W for some heads: the gradients of keys without
+        their shared elements, (B, S, h, D - R), and of values, (B, S, h, V)."""
+        assert self.gradients is not None, "of a backward"
         latent = c[:, :, 0, : self.to_keys.shape[2]].flatten(0, 1)
-        for gradient, by_head in zip(self.gradients, (dk[..., : self.to_keys.shape[1]], dv), strict=True):
+        for gradient, by_head in zip(self.gradients, (made, dv), strict=True):
             of_heads = by_head.flatten(2).flatten(0, 1).T @ latent
             gradient[heads] += of_heads.unflatten(0, by_head.shape[2:])
 
@@ -71,13 +76,20 @@ def expanded(c: Tensor, matrices: Matrices) -> tuple[Tensor, Tensor]:
     return torch.cat([made, shared[:, :, None].expand(-1, -1, len(to_keys), -1)], dim=3), v
 
 
-def folded(dk: Tensor, dv: Tensor, matrices: Matrices) -> Tensor:
-    """The gradient of c_BS1W by (dk_BSHD, dv_BSHV) of the matrices' heads."""
+def folded(made: Tensor, shared: Tensor, dv: Tensor, matrices: Matrices) -> Tensor:
+    """The gradient of c_BS1W by those of the matrices' heads: of what is made of it and of what is shared of keys,
+    (B, S, h, D - R) and (B, S, h, R), and of values, (B, S, h, V)."""
     to_keys, to_values = matrices
-    made, shared = dk.split([to_keys.shape[1], dk.shape[3] - to_keys.shape[1]], dim=3)
     of_latent = made.flatten(2) @ to_keys.flatten(0, 1) + dv.flatten(2) @ to_values.flatten(0, 1)
-    wide = torch.promote_types(dk.dtype, torch.float32)
-    return torch.cat([of_latent, shared.sum(2, dtype=wide).to(dk.dtype)], dim=2)[:, :, None]
+    wide = torch.promote_types(made.dtype, torch.float32)
+    return torch.cat([of_latent, shared.sum(2, dtype=wide).to(made.dtype)], dim=2)[:, :, None]
+
+
+def parts_of_keys(dk: Tensor, matrices: Matrices) -> tuple[Tensor, Tensor]:
+    """What is made of latents, and what heads share, of dk_BSHD."""
+    made_dim = matrices[0].shape[1]
+    made, shared = dk.split([made_dim, dk.shape[3] - made_dim], dim=3)
+    return made, shared
 
 
 class Expanding:
@@ -114,8 +126,10 @@ class Expanding:
             dq, dk, dv = self._kernel.gradients_of_pieces(dout, q, k, values, out, lse, mask)
         else:
             dq, dk, dv = self._kernel.gradients(dout, q, k, values, out, lse, mask)
-        dc = folded(dk, dv, matrices)
-        self._latents.add_gradients(c, dk, dv, self._heads)
+        made, shared = parts_of_keys(dk, matrices)
+        made = made.contiguous()
+        dc = folded(made, shared, dv, matrices)
+        self._latents.add_gradients(c, made, dv, self._heads)
         self._see(c, k, values, dq, dk, dv, dc)
         return dq, dc, v
 

@@ -198,6 +198,7 @@ def make_engines(
         rank, transport = spec.alone, AloneTransport()
     elif problem.n > 1:
         transport = context.transport(plans, shares.lane_ctas if shares else None)
+    latents = Latents.random(problem, spec.seed, device, backward=any("backward" in chunk.plans for chunk in chunks))
     marked, arena = timed or marks_parts(spec), Arena(device) if len(chunks) > 1 else None
     return [
         Engine(
@@ -210,7 +211,7 @@ def make_engines(
             shares=shares,
             arena=arena,
             timed=marked,
-            latents=Latents.random(chunk.problem, spec.seed, device),
+            latents=latents,
         )
         for chunk in chunks
     ]

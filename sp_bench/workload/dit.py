@@ -148,7 +148,9 @@ class Denoise(Train):
         parameters = self.model.parameters(problem)
         return TrainingStep(model=self.model.name, parameters=parameters, text=text[0], text_tokens=text[1])
 
-    def costs(self, problem: Problem, device: DeviceCosts, crowding: float = 1.0) -> DenoiseCosts:
+    def costs(  # pyright: ignore[reportIncompatibleMethodOverride]  # of a forward alone
+        self, problem: Problem, device: DeviceCosts, crowding: float = 1.0
+    ) -> DenoiseCosts:
         """Seconds and memory of a step beside its attention, on a GPU of such a device."""
         return DenoiseCosts(model=self.model, problem=problem, device=device, crowding=crowding)
 

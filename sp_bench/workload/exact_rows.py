@@ -20,7 +20,7 @@ from torch import Tensor
 from sp_bench.errors import out_of_memory
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import KV
-from sp_bench.run.latents import Latents, Matrices, expanded, folded
+from sp_bench.run.latents import Latents, Matrices, expanded, folded, parts_of_keys
 from sp_bench.run.sharding import gathered, owned
 from sp_bench.workload.base import RankContext
 from sp_bench.workload.exactness import NAMES, relative_error
@@ -164,7 +164,7 @@ def errors_of_rows(
     """
     totals = torch.zeros(len(_TOTALS), len(NAMES), problem.heads, dtype=torch.float64)
     seen, several = Seen(problem.mask, problem.seqlen, problem.keys.seqlen), dist.is_initialized() and problem.n > 1
-    failed, latents = torch.zeros(1), Latents.random(problem, seed, torch.device("cpu"))
+    failed, latents = torch.zeros(1), Latents.random(problem, seed, torch.device("cpu"), backward=False)
     of_keys_width = max(problem.head_dim, problem.width(KV.fields[0]))
     for each in sample.units:
         context.alive()
@@ -320,8 +320,8 @@ class _Unit:
         if self._matrices:
             squares = tuple(x.square() for x in self._matrices)
             rounded = of_dk + dk.square(), of_dv + dv.square()  # before latents are made of them
-            of_keys[0, some] += folded(*_one_head(dk, dv), self._matrices)[0, :, 0]
-            of_keys[2, some] += folded(*_one_head(*rounded), squares)[0, :, 0]
+            of_keys[0, some] += _folded(dk, dv, self._matrices)
+            of_keys[2, some] += _folded(*rounded, squares)
             return
         for total, x in zip(of_keys, (dk, dv, of_dk, of_dv), strict=True):
             total[some, : x.shape[1]] += x
@@ -334,9 +334,9 @@ class _Unit:
         return (q @ k.T).mul_(self.scale).masked_fill_(unseen, -math.inf), k, v
 
 
-def _one_head(*rows: Tensor) -> tuple[Tensor, ...]:
-    """Rows of a head, each (S, D), as (1, S, 1, D)."""
-    return tuple(x[None, :, None] for x in rows)
+def _folded(dk: Tensor, dv: Tensor, matrices: Matrices) -> Tensor:
+    """Rows of the gradient of latents, (S, W), by those of one head's keys (S, D) and values (S, V)."""
+    return folded(*parts_of_keys(dk[None, :, None], matrices), dv[None, :, None], matrices)[0, :, 0]
 
 
 def _compare_queries(unit: _Unit, found: Mapping[str, Tensor], totals: Tensor, of_keys: Tensor) -> None:

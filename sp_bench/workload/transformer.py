@@ -151,8 +151,10 @@ class Layer(nn.Module):
 
     def _modulations(self, time_BM: Tensor, which: int) -> tuple[Tensor, ...]:
         """shift, scale and gate of one half of the layer, (B, 1, M) each."""
-        shared = self.modulation is None
-        found = time_BM + self.modulation_bias.to(time_BM.dtype) if shared else self.modulation(F.silu(time_BM))
+        if self.modulation is None:
+            found = time_BM + self.modulation_bias.to(time_BM.dtype)
+        else:
+            found = self.modulation(F.silu(time_BM))
         return found[:, None].chunk(6, dim=-1)[3 * which : 3 * which + 3]
 
 

@@ -378,7 +378,7 @@ def test_heads_without_figures_take_as_long_as_those_that_the_kernel_pads_them_t
 
 
 def test_narrow_values_take_the_figures_of_a_kernel_that_takes_them_or_the_time_of_wide_ones() -> None:
-    """Their rates count FLOPs of the narrow products; values that are narrower still are padded to those."""
+    """Their rates count FLOPs of the narrow products. Of another width, values are padded to that of keys."""
     rates = {f"{phase}_{mask}": dict.fromkeys(SIZES, 400.0) for phase in PHASES for mask in MASKS}
     wide, narrow = table(**rates, head_dim=192), table(**rates, head_dim=192, v_head_dim=128)
     p, wider = problem(2048, head_dim=192, v_head_dim=128), problem(2048, head_dim=192, v_head_dim=160)
@@ -386,8 +386,7 @@ def test_narrow_values_take_the_figures_of_a_kernel_that_takes_them_or_the_time_
         (alone_s,), (both_s,) = (costs.block_s(p, phase) for costs in (device({"a": wide}), device({"b": narrow})))
         assert both_s == pytest.approx(share * alone_s)
     costs = device({"b": narrow})
-    costs.refuse(problem(2048, head_dim=192, v_head_dim=64))
     assert not any("padded" in note for note in costs.notes(p))
-    for refused in (wider, problem(2048, head_dim=192)):
+    for refused in (wider, problem(2048, head_dim=192, v_head_dim=64), problem(2048, head_dim=192)):
         with pytest.raises(RequestError, match="head_dim=192: .* for head_dim 192 with v_head_dim=128, and rates"):
             costs.refuse(refused)

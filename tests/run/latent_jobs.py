@@ -61,7 +61,7 @@ def _found(case: Case, group) -> Found:
     check_all(plans, problem)
     q, c, dout = _whole(problem)
     latents = Latents.random(problem, 3, torch.device("cpu"))
-    assert latents is not None
+    assert latents is not None and latents.gradients is not None
     of_queries, of_keys = owned(problem.queries, rank), owned(problem.keys, rank)
     transport = transport_for(group, torch.device("cpu"), plans, None) if case.n > 1 else None
     kernel = case.kernel

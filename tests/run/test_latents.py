@@ -87,7 +87,7 @@ def test_pieces_are_their_regions_and_add_to_the_matrices_gradients() -> None:
         shapes = (2, 16, 3, 16), (2, 16, 1, 24), (2, 16, 3, 8)
         q, c, dout = (torch.randn(shape, generator=source, dtype=torch.float64) for shape in shapes)
         at_once, one_by_one = (Latents.random(problem, 5, device) for _ in range(2))
-        assert at_once and one_by_one
+        assert at_once and one_by_one and at_once.gradients
         none = c[..., :0]
         given = q[:, pieces.queries], c[:, pieces.keys], none[:, pieces.keys]
         kernels = [Expanding(kernel, each, torch.tensor(heads), lambda *x: None) for each in (at_once, one_by_one)]

@@ -96,6 +96,7 @@ def test_the_gate_sees_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train.recompute=none"], "train.recompute=none", "train.recompute=attention"),
         (["train.tensor_parallel=2"], "train.tensor_parallel=2", "train.tensor_parallel=1"),
         (["train.data_parallel=2"], "train.data_parallel=2", "train.data_parallel=1"),
+        (["train.data_parallel=auto"], "train.data_parallel=auto", "would work"),
         (["method=group_cast", JOINT], "kv_seqlen=64", "all_gather"),
         (["method=peer", "impl=torch_context_parallel"], "impl=torch_context_parallel", "method=ring"),
         (["mode=alone device=cpu"], "mode=alone", "mode=measure"),
