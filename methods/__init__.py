@@ -21,6 +21,7 @@ from sp_bench.methods.startrail import StarTrail
 from sp_bench.methods.striped import Striped
 from sp_bench.methods.tasp import TASP
 from sp_bench.methods.tokenring import TokenRing
+from sp_bench.methods.tree import Tree
 from sp_bench.methods.ulysses import Ulysses
 from sp_bench.methods.ulysses_all_gather import UlyssesAllGather
 from sp_bench.methods.upipe import UPipe
@@ -36,7 +37,7 @@ REGISTRY: dict[str, type[Method]] = {
         Reference, Ring, Striped, Zigzag, DoubleRing, BurstAttention, PassQ, AllGatherKV, TokenRing, Ulysses, UPipe,
         USP, LoongTrain, UlyssesAllGather, TASP, StarTrail, Mesh,
         GroupCastAttention, HybridCP,
-        DCP, Helix,
+        DCP, Helix, Tree,
     )
 }  # fmt: skip
 """Every method by its name. A new one is imported above and listed here."""

@@ -34,6 +34,7 @@ from sp_bench.plan import (
     CostProfile,
     Group,
     O,
+    Op,
     Plan,
     Problem,
     Q,
@@ -72,9 +73,13 @@ class DCP(CollectiveMethod):
         steps.do(*(() if problem.queries_everywhere else all_gather(q, lane="q", library=library)))
         steps.do(*one_block([Attend(q.at(u), kv, o.at(u)) for u in range(problem.n)], problem))
         steps.next()
-        steps.do(*reduce_scatter(o, lane="o", library=library))
+        steps.do(*self._reduced(o, problem))
         queries = [q.at(u) for u in range(problem.n)] if problem.queries_everywhere else [q]
         return steps.plan("forward", problem.n, inputs=(*queries, kv), outputs=(o,))
+
+    def _reduced(self, o: Chunk, problem: Problem) -> list[Op]:
+        """The operations that bring all partial outputs to their owners."""
+        return reduce_scatter(o, lane="o", library=self.by_library(problem))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Gather OdOQ, compute all of it with the rank's own KV, reduce dQ."""

@@ -242,9 +242,9 @@ def pairs(plan: Plan, problem: Problem) -> np.ndarray:
     return block_classes(plan, problem).totals(np.asarray(problem.blocks.pairs)) * problem.block_heads
 
 
-def work_imbalance(executed: Iterable[tuple[Plan, Problem]]) -> float:
-    """(query, key) pairs of the rank that computes most over the mean of all, of plans one after another."""
-    work = sum((pairs(plan, problem) for plan, problem in executed), np.zeros(1))
+def work_imbalance(executed: Iterable[tuple[int, Plan, Problem]]) -> float:
+    """(query, key) pairs of the rank that computes most over the mean of all, of plans, each executed so often."""
+    work = sum((times * pairs(plan, problem) for times, plan, problem in executed), np.zeros(1))
     return float(work.max() / work.mean())
 
 

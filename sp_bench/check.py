@@ -51,6 +51,7 @@ from sp_bench.plan.ops import (
     RowCollective,
     RowSums,
     Transfer,
+    TreeReduce,
 )
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import DKV, DO, DOQ, DQ, KV, ODOQ, OUT, O, Q, Tensor
@@ -404,6 +405,32 @@ def _reduce_scatter(facts: _Facts, op: ReduceScatter, where: str) -> None:
     _reduced(facts, op, range(1, op.group.size), where)
 
 
+def _tree_reduce(facts: _Facts, op: TreeReduce, where: str) -> None:
+    """Its rounds must bring the partials of all ranks to their owners, each once.
+
+    All ranks send the same places, so that what a rank lets go of in a round is merged where the receiver still has its
+    own, and goes on from there.
+    """
+    if op.group.size % op.inner:
+        raise PlanError(f"{where}: {op.inner} ranks of {op.group.size} reduce among themselves first")
+    _reduce_scatter(facts, op, where)
+    held = np.ones(op.group.size, int)
+    """By place, how many ranks' partials a rank has merged: of all alike."""
+    for each in op.rounds:
+        sent = slice(each.first, each.first + each.owners)
+        target = each.group.member(facts.ranks, each.shift)
+        for place in (each.first, each.first + each.owners - 1):
+            there = op.place(target, op.owner(facts.ranks, place))
+            if (rank := _first(there != place - each.first)) is not None:
+                raise PlanError(f"{where}: rank {rank} sends {place} places ahead, which is {there[rank]} from there")
+        if not held[sent].all() or each.owners > each.first:
+            raise PlanError(f"{where}: sends what is no longer there, in {each}")
+        held[: each.owners] += held[sent]
+        held[sent] = 0
+    if held[0] != op.group.size or held[1:].any():
+        raise PlanError(f"{where}: owners get {held[0]} of {op.group.size} partials")
+
+
 def _reduced(facts: _Facts, op: ReduceScatter | GroupReduce, members: Iterable[int], where: str) -> None:
     """The partials of the members, #u, come to the owner."""
     (arriving,) = op.writes
@@ -582,6 +609,7 @@ _RULES: dict[type[Op], Callable] = {
     AllToAll: _all_to_all,
     AllGather: _all_gather,
     ReduceScatter: _reduce_scatter,
+    TreeReduce: _tree_reduce,
     Fold: _fold,
     Bundle: _bundle,
     RowSums: _row_sums,

@@ -16,7 +16,7 @@ from sp_bench.point.simulated import simulate_point
 from sp_bench.records import Record
 from sp_bench.records.interval import Interval, interval
 
-LEFT_OUT = ("reference", "dcp", "helix")
+LEFT_OUT = ("reference", "dcp", "helix", "tree")
 """Methods for one GPU, and for decode steps: elsewhere these are one tile of Mesh-Attention by gathers."""
 PAD_HEADS = "method.pad_heads"
 """The one option of methods that a question may set: for all that have it."""

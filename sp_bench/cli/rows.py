@@ -157,6 +157,7 @@ ROWS = (
     Row("layout, variant", lambda r: f"{r.layout}, {variant(r)}", always=True),
     Row("heads of zeros", lambda r: _padding(r) or "-"),
     Row("GPUs divided", lambda r: _divided(r) or "-"),
+    Row("layers that see all", lambda r: str(r.full_layers or "-")),
     Row(
         "documents", lambda r: f"{r.documents:,}, the longest of {r.longest_document:,} tokens" if r.documents else "-"
     ),
@@ -196,6 +197,7 @@ ROWS = (
     Row("  transfers alone", lambda r: share(r.communication_only_ms_median, r)),
     Row("cores busy", busy_cores),
     Row("attention", lambda r: share(r.attention_ms, r)),
+    Row("  of layers that see all", lambda r: share(r.full_attention_ms, r)),
     Row("  waiting for transfers", lambda r: share(r.attention_exposed_ms, r)),
     Row("matrix products and the rest", lambda r: share(r.dense_ms, r)),
     Row("head and loss", lambda r: share(r.loss_ms, r)),

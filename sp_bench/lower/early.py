@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from sp_bench.lower.staging import StagingBuffers, StagingUse
 from sp_bench.plan.groups import Group
-from sp_bench.plan.ops import AllToAll, Bundle, Chunk, Collective, Op, Pass, Plan, RowCollective, Transfer
+from sp_bench.plan.ops import AllToAll, Bundle, Chunk, Collective, Op, Pass, Plan, RowCollective, Transfer, TreeReduce
 from sp_bench.plan.schedule import Schedule, Waits
 from sp_bench.plan.transfers import peers
 
@@ -66,7 +66,7 @@ def preposted_receives(plan: Plan, schedule: Schedule, staging: StagingBuffers) 
     for index, op in plan:
         if isinstance(op, Bundle):
             held[op.into] = set().union(*(held.get(part, set()) for part in op.parts))
-        elif isinstance(op, RowCollective) or (isinstance(op, Collective) and not by_messages(op)):
+        elif isinstance(op, RowCollective | TreeReduce) or (isinstance(op, Collective) and not by_messages(op)):
             held |= dict.fromkeys(op.writes, {buffers[index]} if index in buffers else set())
         elif isinstance(op, Pass | AllToAll):
             into: set[object] = {buffers[index]} if index in buffers else set()
@@ -89,7 +89,7 @@ def preposted_receives(plan: Plan, schedule: Schedule, staging: StagingBuffers) 
 
 def by_messages(op: Transfer) -> bool:
     """Whether a transfer is point-to-point messages, not a collective of the library."""
-    return isinstance(op, Pass | RowCollective) or (isinstance(op, AllToAll) and op.by_messages)
+    return isinstance(op, Pass | RowCollective | TreeReduce) or (isinstance(op, AllToAll) and op.by_messages)
 
 
 def _sends_as_is(op: Op) -> bool:

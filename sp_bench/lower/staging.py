@@ -10,7 +10,19 @@ from sp_bench.lower.transports import TransportKind
 from sp_bench.plan import casts
 from sp_bench.plan.block_classes import of_held_keys
 from sp_bench.plan.dataflow import Value, dataflow
-from sp_bench.plan.ops import AllToAll, Block, Chunk, Fused, Op, Pass, Plan, ReduceScatter, RowCollective, Transfer
+from sp_bench.plan.ops import (
+    AllToAll,
+    Block,
+    Chunk,
+    Fused,
+    Op,
+    Pass,
+    Plan,
+    ReduceScatter,
+    RowCollective,
+    Transfer,
+    TreeReduce,
+)
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import RegionKind
 from sp_bench.plan.tensors import Kind, Tensor
@@ -30,9 +42,10 @@ class StagingUse(NamedTuple):
     lane: str
     tensor: Tensor
     """The tensor that the transfer sends."""
-    use: Literal["send", "recv", "pass", "land"]
-    """send: pieces, or rows, that a collective packs and sends; recv: pieces that it receives and unpacks; pass: rows
-    that a Pass casts or cuts out and sends; land: a result of the plan as peers write it (TransportKind.lands)."""
+    use: Literal["send", "recv", "sum", "pass", "land"]
+    """send: pieces, or rows, that a collective packs and sends; recv: pieces that it receives and unpacks; sum: what a
+    TreeReduce merges, of all owners; pass: rows that a Pass casts or cuts out and sends; land: a result of the plan as
+    peers write it (TransportKind.lands)."""
 
 
 StagingBuffers = Mapping[StagingUse, tuple[TensorSpec, ...]]
@@ -98,6 +111,12 @@ def staging_buffers(
             found[StagingUse(op.lane, op.send.tensor, by_tokens)] = pieces
             if not goes_in_place(op, problem, unsummed):
                 found[StagingUse(op.lane, op.send.tensor, other)] = pieces
+        elif isinstance(op, TreeReduce):
+            most = max((each.owners for each in op.rounds), default=0)
+            of_round = side_by_side(chunk_specs(problem, op.tensor, wire=True), most)
+            found |= {StagingUse(op.lane, op.tensor, use): of_round for use in ("send", "recv")}
+            summed = held_specs(problem, op.own, ())
+            found[StagingUse(op.lane, op.tensor, "sum")] = side_by_side(summed, op.group.size)
         elif isinstance(op, ReduceScatter):
             of_all = side_by_side(chunk_specs(problem, op.tensor, wire=True), op.group.size)
             found[StagingUse(op.lane, op.tensor, "send")] = of_all
@@ -144,7 +163,8 @@ def adds_up_on_the_way(op: ReduceScatter, problem: Problem, transport: Transport
     with the number of ranks, so the library adds only what is sent in the accumulators' dtype, but in others' code.
     """
     wide = problem.wire_dtype == problem.accumulate_dtype
-    return transport.adds and is_sum(op) and (wide or transport.adds_narrow)
+    by_library = transport.adds and not isinstance(op, TreeReduce)
+    return by_library and is_sum(op) and (wide or transport.adds_narrow)
 
 
 def is_sum(op: ReduceScatter) -> bool:

@@ -36,6 +36,7 @@ from sp_bench.plan.patterns import (
     reduce_next,
     reduce_scatter,
     return_home,
+    tree_reduce,
 )
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.row_sums import send_row_sums, without_o
@@ -99,6 +100,7 @@ __all__ = [
     "return_home",
     "rows_seen_elsewhere",
     "send_row_sums",
+    "tree_reduce",
     "unknown",
     "without_o",
 ]

@@ -4,8 +4,9 @@ The queries of all sequences are one sequence of rows, one behind the other, and
 heads that share a key head are rows of it, as kernels for decoding have them (grouped queries as rows): a problem of
 caches has as many heads as key heads, and `share` rows for each new token. Each cache is dealt to all ranks in runs,
 its share of every sequence (KV parallelism of Helix, Bhatia et al. 2025, section 2), while rows are dealt as a whole.
-So the work of every rank is the same, whatever the lengths. There may be fewer rows than ranks, of which some then have
-none: all of them attend to all rows.
+So the work of every rank is the same, whatever the lengths. Or each cache is dealt by pages in turn, so that ranks have
+whole pages and differ by one, as in decode context parallelism of vLLM (cp_kv_cache_interleave_size). There may be
+fewer rows than ranks, of which some then have none: all of them attend to all rows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,56 @@ KEYS_OF_ALL = 1024
 
 
 @dataclass(frozen=True)
+class Pages:
+    """Pages of so many tokens, dealt to chunks in turn: chunk c has pages c, c + chunks, ..."""
+
+    tokens: int
+
+    def __call__(self, chunk: int, chunks: int, seqlen: int) -> Positions:
+        """The positions of a chunk, a run for each page."""
+        starts = range(chunk * self.tokens, seqlen, chunks * self.tokens)
+        return tuple(range(start, min(start + self.tokens, seqlen)) for start in starts)
+
+    def before(self, position, chunk, chunks: int):
+        """How many of a chunk's tokens are before a position; both may be arrays."""
+        rounds, rest = position // (chunks * self.tokens), position % (chunks * self.tokens)
+        return rounds * self.tokens + np.clip(rest - chunk * self.tokens, 0, self.tokens)
+
+    def most(self, chunks: int, seqlen: int) -> int:
+        """The most pages that a chunk has, of which the last may not be full."""
+        return -(-seqlen // (chunks * self.tokens))
+
+
+@dataclass(frozen=True)
+class Paged(Layout):
+    """A layout by pages, for ranks that each have whole chunks."""
+
+    ranges: Pages  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def chunk_tokens(self, chunk, chunks: int, seqlen: int):
+        tokens = self.ranges.before(seqlen, chunk, chunks)
+        return int(tokens) if isinstance(chunk, int) else tokens
+
+    def tokens(self, rank, n: int, seqlen: int):
+        return self.chunk_tokens(rank, n, seqlen)
+
+    def is_even(self, n: int, seqlen: int) -> bool:
+        return seqlen % (n * self.ranges.tokens) == 0
+
+    def most(self, n: int, seqlen: int) -> int:
+        return self.chunk_tokens(0, n, seqlen)
+
+    def largest(self, n: int, seqlen: int) -> int:
+        return self.most(n, seqlen)
+
+    def boundary(self, chunks: int, seqlen: int) -> int:
+        raise NotImplementedError("chunks differ in their last page")
+
+    def refuse(self, n: int, seqlen: int, key: str = "seqlen") -> None:
+        """Take any number of tokens."""
+
+
+@dataclass(frozen=True)
 class Caches(OfLengths):
     """Sequences with a cache each; `lengths` are its keys, those of new tokens included.
 
@@ -39,6 +90,8 @@ class Caches(OfLengths):
     """New tokens of each sequence: one, or several that were guessed (speculative decoding)."""
     share: int = 1
     """Rows of each new token: the query heads that share a key head."""
+    page: int | None = None
+    """Tokens of a page, if each cache is dealt to ranks by pages in turn; None: each rank has a run of it."""
 
     name: ClassVar[str] = "caches"
     causal: ClassVar[bool] = True
@@ -72,6 +125,20 @@ class Caches(OfLengths):
         """Keys of all caches."""
         return sum(self.lengths)
 
+    @property
+    def pages(self) -> Pages | None:
+        """The pages of every cache."""
+        return None if self.page is None else Pages(self.page)
+
+    def layout_of_keys(self, layout: Layout) -> Layout:
+        return layout if self.pages is None else Paged("paged", 1, self.pages)
+
+    def capacity(self, n: int) -> int:
+        """Rows of keys for which the rank that holds most has room: those of its runs, or of all its pages."""
+        if self.pages is None:
+            return sum(len(piece(0, n, length)) for length in self.lengths)
+        return sum(self.pages.most(n, length) for length in self.lengths) * self.pages.tokens
+
     def stretches(self, seqlen: int, kv_seqlen: int) -> tuple[int, ...]:
         return self.lengths
 
@@ -80,19 +147,24 @@ class Caches(OfLengths):
         return self.edges[sequence], self.edges[sequence + 1] - self.new + 1 + row // self.share
 
     def regions(self, q: Positions, kv: Positions) -> Regions:
-        """The regions between rows and keys at these positions, of which each run of keys is of one cache."""
+        """The regions between rows and keys at these positions, of which each run of keys is of one cache.
+
+        Runs of one cache lie one behind the other, and what a row sees of them are their first keys.
+        """
         rows = np.concatenate([np.arange(run.start, run.stop, run.step) for run in q])
         first, stop = self.sees(rows)
         found, before = [], 0
-        for run in kv:
-            seen = np.where(first <= run.start, np.clip(stop - run.start, 0, len(run)), 0)
+        for sequence, runs in groupby(kv, lambda run: int(np.searchsorted(self.edges, run.start, side="right"))):
+            of_cache = [*runs]
+            seen = sum((np.clip(stop - run.start, 0, len(run)) for run in of_cache), np.zeros(1, int))
+            seen = np.where(first == self.edges[sequence - 1], seen, 0)
             at = 0
             for count, same in groupby(seen.tolist()):
                 size = len(list(same))
                 if count:
                     found.append(Region(RegionKind.FULL, range(at, at + size), range(before, before + count)))
                 at += size
-            before += len(run)
+            before += sum(map(len, of_cache))
         return tuple(found)
 
     def blocks(self, layout: Layout, n: int, seqlen: int, kv_seqlen: int | None = None) -> CacheBlocks:
@@ -118,6 +190,10 @@ class Caches(OfLengths):
     def refuse_ranks(self, n: int) -> None:
         """Raise RequestError for a cache that has no key for some of `n` ranks."""
         short = min(self.lengths)
+        if self.page is not None and short <= (n - 1) * self.page:
+            rule = f"each of gpus={n} ranks has a page of every cache, and one has {short} keys"
+            works = f"{(n - 1) * self.page + 1} keys or more, shorter pages, or fewer GPUs, would work"
+            raise RequestError(f"decode.page_tokens={self.page}", rule, works)
         if short < n:
             rule = f"each of gpus={n} ranks has a run of every cache"
             raise RequestError(f"a cache of {short} keys", rule, f"{n} keys or more, or fewer GPUs, would work")
@@ -126,8 +202,9 @@ class Caches(OfLengths):
         """The same sequences with shorter caches, as unevenly dealt to `n` ranks, each rank with some keys of each."""
         each = max(1, KEYS_OF_ALL // len(self.lengths))
         least = -(-self.new // n)  # as many keys as new tokens
-        lengths = ((min(length // n, max(each, least)) * n + length % n) for length in self.lengths)
-        return replace(self, lengths=tuple(lengths))
+        lengths = tuple((min(length // n, max(each, least)) * n + length % n) for length in self.lengths)
+        page = None if self.page is None else max(min(self.page, min(lengths) // n), 1)
+        return replace(self, lengths=lengths, page=page)
 
 
 @dataclass(frozen=True)
@@ -164,7 +241,7 @@ class CacheBlocks(Blocks):
 
     @cached_property
     def keys(self) -> Shards:
-        return Shards(self.layout, self.n, self.mask.lengths)
+        return Shards(self.mask.layout_of_keys(self.layout), self.n, self.mask.lengths)
 
     @cached_property
     def rows(self) -> np.ndarray:
@@ -182,6 +259,9 @@ class CacheBlocks(Blocks):
         """Keys of each chunk that each new token sees: (tokens, n)."""
         mask, ranks = self.mask, np.arange(self.n)
         lengths = np.array(mask.lengths)
+        if mask.pages:
+            limit = (lengths - mask.new + 1)[:, None, None] + np.arange(mask.new)[:, None]
+            return mask.pages.before(limit, ranks, self.n).reshape(self.mask.tokens, self.n)
         base, longer = np.divmod(lengths, self.n)
         first = ranks * base[:, None] + np.minimum(ranks, longer[:, None])
         size = base[:, None] + (ranks < longer[:, None])

@@ -104,6 +104,10 @@ class Packed(OfLengths):
         """Whether a window limits what a query sees."""
         return self.left is not None or (not self.causal and self.right is not None)
 
+    @property
+    def unlimited(self) -> Mask | None:
+        return type(self)(self.lengths, self.causal) if self.windowed else None
+
     def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         document = np.searchsorted(self.edges, positions, side="right") - 1
         first, stop = self.edges[document], self.edges[document + 1]
@@ -231,11 +235,19 @@ class Window(Packed):
 
     name: ClassVar[str] = "window"
 
+    @property
+    def unlimited(self) -> Mask:
+        return CAUSAL if self.causal else FULL
+
 
 class Chunked(Packed):
     """Documents of equal length; the last may be shorter."""
 
     name: ClassVar[str] = "chunked"
+
+    @property
+    def unlimited(self) -> Mask:
+        return CAUSAL if self.causal else FULL
 
     @classmethod
     def of(cls, tokens: int, seqlen: int, *, causal: bool = True) -> Chunked:

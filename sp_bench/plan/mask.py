@@ -48,6 +48,11 @@ class Mask(ABC):
         """The class of masks whose measurements say how far simulations of this one are off (point.backing)."""
         return f"mask={self.name}"
 
+    @property
+    def unlimited(self) -> Mask | None:
+        """The mask without its window or chunks, as layers have it that see all; None if it has neither."""
+        return None
+
     @abstractmethod
     def regions(self, q: Positions, kv: Positions) -> Regions:
         """The regions between query and key chunks at these global positions; both ascending."""
@@ -74,6 +79,10 @@ class Mask(ABC):
     def history(self, seqlen: int, kv_seqlen: int) -> int:
         """The position of the first query among the keys: how many are before all queries, and dealt on their own."""
         return 0
+
+    def layout_of_keys(self, layout: Layout) -> Layout:
+        """The layout of keys where queries have this one."""
+        return layout
 
     def stretches(self, seqlen: int, kv_seqlen: int) -> tuple[int, ...]:
         """Runs of the keys that are dealt to all ranks one by one: a history, and the keys of the queries' tokens."""

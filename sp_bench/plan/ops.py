@@ -22,7 +22,7 @@ from sp_bench.plan.tensors import Field, Tensor
 __all__ = [
     "BLOCKS", "AllGather", "AllToAll", "Attend", "AttendBackward", "Block", "Bundle", "Chunk", "Collective", "Fold",
     "Fused", "Gathered", "GroupCast", "GroupReduce", "Join", "Line", "Op", "Pass", "Place", "Plan", "PlanError",
-    "ReduceScatter", "RowCollective", "Steps", "Transfer", "inner", "outer",
+    "ReduceScatter", "Round", "RowCollective", "Steps", "Transfer", "TreeReduce", "inner", "outer",
 ]  # fmt: skip
 
 BLOCKS = "blocks"
@@ -189,6 +189,62 @@ class ReduceScatter(_OfHome):
 
     def __str__(self) -> str:
         return f"ReduceScatter[{self.lane}] {self.own} of {self.group.size}"
+
+
+class Round(NamedTuple):
+    """A round of a TreeReduce: every rank sends partials of so many `owners`, in one message, to the rank `shift` ahead
+    in `group`, and merges those that come with its own of the same owners."""
+
+    group: Group
+    shift: int
+    first: int
+    """The place of the first of them; those that come are for the places from 0 on (TreeReduce.place)."""
+    owners: int
+
+
+@dataclass(frozen=True)
+class TreeReduce(ReduceScatter):
+    """A ReduceScatter in rounds that merge on the way: ceil(log2(n)) of them, for any n, or as many at each of two
+    levels.
+
+    In a group of m the ranks of distances d = 2^k < m, from the largest, get the partials of owners d to 2 d - 1 ahead,
+    which are 0 to d - 1 ahead of themselves: Bruck's all-gather (Bruck et al. 1997) backwards. With `inner` below n,
+    that many neighbours reduce what they have for all owners first, and then those of one place in their groups.
+    """
+
+    inner: int = 1
+
+    @cached_property
+    def rounds(self) -> tuple[Round, ...]:
+        """The rounds, in order. They send each of the n - 1 partials of other owners once."""
+        found = list[Round]()
+        for group, each in zip(self.levels, (self.levels[1].size, 1), strict=True):
+            for distance in (2**k for k in reversed(range((group.size - 1).bit_length()))):
+                count = min(distance, group.size - distance) * each
+                found.append(Round(group, distance, distance * each, count))
+        return tuple(found)
+
+    @property
+    def levels(self) -> tuple[Group, Group]:
+        """The groups of neighbours, and those of the same place in these."""
+        home = self.group
+        return home._replace(size=self.inner), Group(home.stride * self.inner, home.size // self.inner)
+
+    def place(self, rank, owner):
+        """The place of an owner's partial on a rank: as many of the outer level as it is ahead of the rank in it, and
+        all of these for each that it is ahead among neighbours. 0 is the rank itself."""
+        near, far = self.levels
+        inward, outward = ((level.digit(owner) - level.digit(rank)) % level.size for level in (near, far))
+        return inward * far.size + outward
+
+    def owner(self, rank, place: int):
+        """The owner whose partial is at a place of a rank."""
+        near, far = self.levels
+        return far.member(near.member(rank, place // far.size), place % far.size)
+
+    def __str__(self) -> str:
+        levels = f" in {self.inner}" if self.inner > 1 else ""
+        return f"TreeReduce[{self.lane}] {self.own} of {self.group.size}{levels}"
 
 
 @dataclass(frozen=True)

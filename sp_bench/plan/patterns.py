@@ -7,7 +7,7 @@ the group; in a group that counts DOWN, that is the next higher rank.
 from __future__ import annotations
 
 from sp_bench.plan.groups import Group
-from sp_bench.plan.ops import AllGather, Chunk, Fold, Line, Op, Pass, ReduceScatter
+from sp_bench.plan.ops import AllGather, Chunk, Fold, Line, Op, Pass, ReduceScatter, TreeReduce
 
 BACK = -1
 
@@ -55,6 +55,14 @@ def reduce_scatter(partial: Chunk, lane: str, *, library: bool) -> list[Op]:
         own = partial.at(0)
         return [ReduceScatter(lane, own), Fold(own.arriving(), own)]
     return [op for sent in range(size - 1) for op in reduce_next(partial, sent, lane)]
+
+
+def tree_reduce(partial: Chunk, lane: str, inner: int = 1) -> list[Op]:
+    """`reduce_scatter` in rounds that merge on the way, among `inner` neighbours first (TreeReduce)."""
+    if partial.home.size == 1:
+        return []
+    own = partial.at(0)
+    return [TreeReduce(lane, own, inner), Fold(own.arriving(), own)]
 
 
 def return_home(partial: Chunk, lane: str, against: Chunk | None = None) -> tuple[Pass, Fold]:

@@ -135,7 +135,8 @@ class Problem:
     @cached_property
     def keys(self) -> Shards:
         """The tokens of keys as they are dealt to ranks."""
-        return Shards(self.layout, self.n, self.mask.stretches(self.seqlen, self.kv_seqlen or self.seqlen))
+        stretches = self.mask.stretches(self.seqlen, self.kv_seqlen or self.seqlen)
+        return Shards(self.mask.layout_of_keys(self.layout), self.n, stretches)
 
     @property
     def padded_heads(self) -> int:

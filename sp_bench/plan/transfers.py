@@ -8,7 +8,7 @@ from typing import Any
 
 from sp_bench.plan.casts import rows_moved
 from sp_bench.plan.groups import Exchange, Group
-from sp_bench.plan.ops import AllToAll, Collective, GroupCast, Pass, RowCollective, Transfer
+from sp_bench.plan.ops import AllToAll, Collective, GroupCast, Pass, RowCollective, Transfer, TreeReduce
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Field, Tensor
 
@@ -21,6 +21,8 @@ def peers(op: Transfer) -> list[tuple[Group | Exchange, int]]:
     """
     if isinstance(op, RowCollective):
         return [(op.group, -u if isinstance(op, GroupCast) else u) for u in op.members]
+    if isinstance(op, TreeReduce):
+        return [(each.group, each.shift) for each in op.rounds]
     if isinstance(op, Collective):
         return [(op.group, shift) for shift in range(1, op.group.size)]
     return [(op.group, op.shift)]
@@ -29,8 +31,9 @@ def peers(op: Transfer) -> list[tuple[Group | Exchange, int]]:
 def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[str, Any]]:
     """Bytes by field of each message that `rank` (one or an array) sends in one transfer, in the order of `peers`.
 
-    The messages of a transfer are concurrent, or one collective. A rank that is its own peer sends 0 bytes, and nothing
-    is sent to a rank that doesn't want it: `wanted` is the transfer's `demand`, None if all ranks do.
+    The messages of a transfer are concurrent, or one collective; those of a TreeReduce follow one another. A rank that
+    is its own peer sends 0 bytes, and nothing is sent to a rank that doesn't want it: `wanted` is the transfer's
+    `demand`, None if all ranks do.
     """
     if isinstance(op, AllToAll):
         found = []
@@ -43,7 +46,10 @@ def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[
         return [{name: rows * size for name, size in _token_bytes(problem, op.tensor).items()} for rows in each]
     if isinstance(op, Collective):
         # The library wants equal pieces: shorter chunks are padded to the longest, which usually has a token more.
-        return [{f.name: problem.field_bytes(f, wire=True) for f in op.tensor.fields}] * (op.group.size - 1)
+        piece = {f.name: problem.field_bytes(f, wire=True) for f in op.tensor.fields}
+        if isinstance(op, TreeReduce):
+            return [{name: each.owners * size for name, size in piece.items()} for each in op.rounds]
+        return [piece] * (op.group.size - 1)
     tokens = _rows_sent(op, problem, rank)
     if isinstance(op.group, Exchange):
         tokens = tokens * (op.target(rank) != rank)

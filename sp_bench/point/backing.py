@@ -171,6 +171,9 @@ def kind_of(request: Request, plans: Iterable[Plan]) -> Kind:
     plans = list(plans)
     links = links_of(request.cluster, plans[0].n * request.workload.groups)
     mask = request.problem.measured_as
+    if request.workload.in_one_layout:
+        every = request.workload.attentions(request.problem)
+        mask = " and ".join(dict.fromkeys(each.measured_as for each in every))
     return Kind(request.workload.name, mask, transfers_of(plans, of_packs=mask == PACKS), links)
 
 

@@ -12,6 +12,7 @@ from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.documents import Packed
+from sp_bench.plan.layout import Layout
 from sp_bench.plan.method import CollectiveMethod, Method
 from sp_bench.plan.ops import Fused, Plan
 from sp_bench.plan.problem import Problem
@@ -36,11 +37,11 @@ class Choice:
     candidates: list[dict[str, Any]] | None
     """All variants with their simulated times or bounds; None if there is only one."""
     earlier: tuple[Choice, ...] = ()
-    """Those of the chunks of a prompt before this one, which is the last (Workload.chunks)."""
+    """Those of the step's other attentions, of which this one is the last (Workload.attentions)."""
 
     @property
-    def chunks(self) -> tuple[Choice, ...]:
-        """The variants of all attentions that a step computes one after another: usually this one alone."""
+    def attentions(self) -> tuple[Choice, ...]:
+        """The variants of all attentions of a step: usually this one alone."""
         return (*self.earlier, replace(self, earlier=()))
 
     @property
@@ -87,7 +88,11 @@ def choose(request: Request) -> Choice:
     Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
-    planned = variants(request, [request.method])
+    return _fastest(request, variants(request, [request.method]))
+
+
+def _fastest(request: Request, planned: Sequence[Choice]) -> Choice:
+    """The one of these variants that `choose` chooses. Raises as it does."""
     # A single variant needn't be chosen.
     asked = request if len(planned) == 1 else replace(request, cluster=request.cluster.even)
     bounded = sorted((_bound_s(asked, choice), i) for i, choice in enumerate(planned))
@@ -129,18 +134,57 @@ def choose(request: Request) -> Choice:
     return replace(best, candidates=[rows[i] for i in sorted(rows)])
 
 
-def choose_chunks(request: Request) -> Choice:
-    """`choose` of each attention of the request's step; the last one's choice has the others. Raises as choose does."""
-    *earlier, last = [choose(replace(request, problem=each)) for each in request.workload.chunks(request.problem)]
+def choose_attentions(request: Request) -> Choice:
+    """`choose` of each attention of the request's step; the last one's choice has the others. Raises as choose does.
+
+    Attentions of the same tokens (Workload.in_one_layout) have the layout in which all that a step executes of them
+    takes least; each has its own variant there.
+    """
+    asked = [replace(request, problem=each) for each in request.workload.attentions(request.problem)]
+    *earlier, last = _in_one_layout(asked) if request.workload.in_one_layout else map(choose, asked)
     return replace(last, earlier=tuple(earlier))
 
 
-def variants(request: Request, methods: Sequence[Method]) -> Sequence[Choice]:
-    """The variants of methods that the request's options stand for, planned, under which every rank has work."""
+def _in_one_layout(asked: Sequence[Request]) -> list[Choice]:
+    """The choice for each of the attentions, which are of the same tokens."""
+    first = asked[0]
+    assert isinstance(first.method, Method), "a peer has no plans to choose among"
+    layouts = _layouts(first.method, [request.problem for request in asked])
+    planned = [variants(request, [first.method], layouts) for request in asked]
+    found: list[tuple[float, list[Choice]]] = []
+    refused: RequestError | None = None
+    for layout in dict.fromkeys(choice.problem.layout for choice in planned[0]):
+        there = [[choice for choice in each if choice.problem.layout == layout] for each in planned]
+        if not all(there):
+            continue
+        try:
+            choices = [_fastest(request, some) for request, some in zip(asked, there, strict=True)]
+        except RequestError as error:
+            refused = error
+            continue
+        found.append((sum(_step_s(first, choice, i) for i, choice in enumerate(choices)), choices))
+    if not found:
+        rule = "has no layout in which every rank has work of both kinds of layers"
+        raise refused or RequestError(f"method={first.method.name}", rule, "method=ring would work")
+    return min(found, key=lambda each: each[0])[1]
+
+
+def _step_s(request: Request, choice: Choice, attention: int) -> float:
+    """Seconds of all that a step executes of one of its attentions."""
+    times = request.workload.executions(attention)
+    return sum(times[phase] * run.makespan_s for phase, run in choice.runs.items())
+
+
+def variants(request: Request, methods: Sequence[Method], layouts: Sequence[Layout] | None = None) -> Sequence[Choice]:
+    """The variants of methods that the request's options stand for, planned, under which every rank has work.
+
+    They are in those of the `layouts`, or in every one that the request's method may have.
+    """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
+    layouts = _layouts(request.method, [request.problem]) if layouts is None else layouts
     planned = _sharing(
         _plan(method, problem, request)
-        for problem in _dealings(request.method, request.problem)
+        for problem in (replace(request.problem, layout=layout) for layout in layouts)
         for method in dict.fromkeys(
             each for one in methods for form in one.carried(problem) for each in form.candidates(problem)
         )
@@ -190,24 +234,29 @@ def _too_large(request: Request, least: int) -> DeviceMemoryError:
     )
 
 
-def _dealings(method: Method, problem: Problem) -> list[Problem]:
-    """The problem in every layout that may be the fastest, where that is to be chosen.
+def _layouts(method: Method, problems: Sequence[Problem]) -> list[Layout]:
+    """Every layout that may be the fastest for these problems of the same tokens, where that is to be chosen.
 
-    `search` is all that the method takes; `auto` is those that give all ranks equal work, or what the method has
-    for packs.
+    `search` is all that the method takes; `auto` is those that give all ranks equal work in one of the problems, or
+    what the method has for packs.
     """
-    auto, balanced = method.layout == "auto", problem.mask.balanced
-    if method.layout == "search" or (auto and not balanced):
-        names = method.dealings() if method.layout == "search" else method.dealings_for_auto()
-    else:
-        names = balanced if auto and problem.n > 1 else ()
-    found = []
-    for name in names:
+    last, found = problems[-1], []
+    for name in dict.fromkeys(name for problem in problems for name in _names(method, problem)):
         with suppress(RequestError):  # too few tokens for it, or no documents
-            layout = problem.mask.layout(name, problem.n, method.dealings())
-            layout.refuse(problem.n, problem.seqlen)
-            found.append(replace(problem, layout=layout))
-    return [dealt for dealt in found if dealt.layout.name in method.dealings()] or [problem]
+            layout = [problem.mask.layout(name, problem.n, method.dealings()) for problem in problems][-1]
+            layout.refuse(last.n, last.seqlen)
+            found.append(layout)
+    return [layout for layout in found if layout.name in method.dealings()] or [last.layout]
+
+
+def _names(method: Method, problem: Problem) -> Sequence[str]:
+    """The names of the layouts to choose among; none where the method says which it is."""
+    auto, balanced = method.layout == "auto", problem.mask.balanced
+    if method.layout == "search":
+        return method.dealings()
+    if auto and not balanced:
+        return method.dealings_for_auto()
+    return balanced if auto and problem.n > 1 else ()
 
 
 def _working(method: Method, planned: Sequence[Choice]) -> Sequence[Choice]:
@@ -230,7 +279,7 @@ def _all_compute(choice: Choice) -> bool:
 def plans_of(request: Request) -> dict[str, Plan]:
     """The plans of a request's method as it is asked for; of several variants the first."""
     assert isinstance(request.method, Method), "a peer has no plans"
-    problem = _dealings(request.method, request.problem)[0]
+    problem = replace(request.problem, layout=_layouts(request.method, [request.problem])[0])
     return _plan(next(iter(request.method.candidates(problem))), problem, request).plans
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -37,17 +37,21 @@ def counted(request: Request, choice: Choice | None) -> Counted:
         return Counted(setup=replace(request.setup(), variant=request.method.variant(request.problem) or None))
     problem, method = choice.problem, choice.method
     tile_a, tile_b = method.tile_shape(problem.n) or (None, None)
-    chunks = choice.chunks
-    padded = [each.problem.padded for each in chunks if each.problem.padded]
+    attentions = choice.attentions
+    padded = [each.problem.padded for each in attentions if each.problem.padded]
     setup = replace(
         request.setup(),
         layout=problem.layout.name,
         tile_a=tile_a,
         tile_b=tile_b,
-        variant=_variant(chunks) or None,
+        variant=_variant(attentions) or None,
         padded_heads=max((one.heads for one in padded), default=None),
         padded_kv_heads=max((one.kv_heads for one in padded), default=None),
-        work_imbalance=account.work_imbalance([(next(iter(each.plans.values())), each.problem) for each in chunks]),
+        work_imbalance=account.work_imbalance(
+            (request.workload.executions(i)[phase], plan, each.problem)
+            for i, each in enumerate(attentions)
+            for phase, plan in [*each.plans.items()][:1]
+        ),
         work_imbalance_lower_bound=account.least_imbalance(problem),
         candidates=None if choice.earlier else choice.candidates,
         planning_ms=_planning_ms(request, choice),
@@ -55,7 +59,7 @@ def counted(request: Request, choice: Choice | None) -> Counted:
     traffic = _traffic(request, choice)
     # Of a training step: of its attention.
     peak_bytes = max(
-        account.peak_bytes(each.plans.values(), each.problem, request.cluster.transport) for each in chunks
+        account.peak_bytes(each.plans.values(), each.problem, request.cluster.transport) for each in attentions
     )
     memory = Memory(
         peak_mem_bytes_max=peak_bytes, peak_mem_source="computed from the plans", peak_mem_bytes_expected=peak_bytes
@@ -66,11 +70,11 @@ def counted(request: Request, choice: Choice | None) -> Counted:
     return Counted(setup=setup, traffic=traffic, memory=memory, wrong=wrong)
 
 
-def _variant(chunks: Sequence[Choice]) -> str:
-    """The variants of all chunks, each once; with their layouts where these differ."""
-    layouts = {each.problem.layout.name for each in chunks}
-    of_layout = (f"{each.variant} {each.problem.layout.name}".strip() for each in chunks)
-    return "; ".join(dict.fromkeys(of_layout if len(layouts) > 1 else (each.variant for each in chunks)))
+def _variant(attentions: Sequence[Choice]) -> str:
+    """The variants of all attentions, each once; with their layouts where these differ."""
+    layouts = {each.problem.layout.name for each in attentions}
+    of_layout = (f"{each.variant} {each.problem.layout.name}".strip() for each in attentions)
+    return "; ".join(dict.fromkeys(of_layout if len(layouts) > 1 else (each.variant for each in attentions)))
 
 
 def _planning_ms(request: Request, choice: Choice) -> float | None:
@@ -83,42 +87,46 @@ def _planning_ms(request: Request, choice: Choice) -> float | None:
 
 
 def _traffic(request: Request, choice: Choice) -> Traffic:
-    times = executions(request.workload)
-    executed = [(phase, plan, each.problem) for each in choice.chunks for phase, plan in each.plans.items()]
-    volumes = [(phase, account.volume(plan, problem)) for phase, plan, problem in executed]
+    workload = request.workload
+    executed = [
+        (workload.executions(i)[phase], phase, plan, each.problem)
+        for i, each in enumerate(choice.attentions)
+        for phase, plan in each.plans.items()
+    ]
+    by_plan = [
+        {phase: account.volume(plan, each.problem) for phase, plan in each.plans.items()} for each in choice.attentions
+    ]
+    sent = [{phase: volume.sent_bytes for phase, volume in each.items()} for each in by_plan]
+    volumes = [
+        (workload.executions(i)[phase], volume) for i, each in enumerate(by_plan) for phase, volume in each.items()
+    ]
     others = sum(sum(request.workload.sent_otherwise(phase, choice.problem).values()) for phase in request.phases)
     cluster = request.cluster
     node_of = cluster.network(choice.problem.n).node_of
     across = [
-        times[phase] * account.sent_across_nodes(plan, problem, node_of, cluster) for phase, plan, problem in executed
+        times * account.sent_across_nodes(plan, problem, node_of, cluster) for times, _, plan, problem in executed
     ]
     return Traffic(
-        comm_bytes_per_gpu=plain(others + sum(times[phase] * volume.total_bytes for phase, volume in volumes)),
-        comm_bytes_busiest_gpu=others + sum(times[phase] * volume.max_bytes for phase, volume in volumes),
-        comm_bytes_expected=_closed_form(choice, times, others),
+        comm_bytes_per_gpu=plain(others + sum(times * volume.total_bytes for times, volume in volumes)),
+        comm_bytes_busiest_gpu=others + sum(times * volume.max_bytes for times, volume in volumes),
+        comm_bytes_expected=_closed_form(workload, choice, others),
         comm_bytes_lower_bound=sum(
-            times[phase] * account.lower_bound_bytes(problem, phase, kept=bool(plan.kept))
-            for phase, plan, problem in executed
+            times * account.lower_bound_bytes(problem, phase, kept=bool(plan.kept))
+            for times, phase, plan, problem in executed
         ),
-        comm_bytes_least=_least(choice, times),
-        comm_bytes_statistics=plain(sum(times[phase] * volume.statistic_bytes for phase, volume in volumes)),
-        comm_bytes_by_lane=by_lane(in_phases(request, summed((phase, v.sent_bytes) for phase, v in volumes))),
+        comm_bytes_least=_least(workload, choice),
+        comm_bytes_statistics=plain(sum(times * volume.statistic_bytes for times, volume in volumes)),
+        comm_bytes_by_lane=by_lane(in_phases(request, sent)),
         comm_bytes_across_nodes_max=int(np.sum(across, axis=0).max()),
     )
 
 
-def summed(sent: Iterable[tuple[str, Mapping[tuple[str, ...], float]]]) -> dict[str, Counter]:
-    """Bytes by plan phase and key, summed over all plans of each phase."""
-    found: dict[str, Counter] = {}
-    for phase, sizes in sent:
-        found.setdefault(phase, Counter()).update(sizes)
-    return found
-
-
-def _least(choice: Choice, times: Mapping[str, int]) -> float | None:
+def _least(workload: Workload, choice: Choice) -> float | None:
     """account.least_bytes of a step's phases."""
     found = [
-        (count, account.least_bytes(each.problem, phase)) for each in choice.chunks for phase, count in times.items()
+        (count, account.least_bytes(each.problem, phase))
+        for i, each in enumerate(choice.attentions)
+        for phase, count in workload.executions(i).items()
     ]
     known = [count * least for count, least in found if least is not None]
     return sum(known) if len(known) == len(found) else None
@@ -138,30 +146,26 @@ def with_sums(traffic: Traffic, within: float) -> Traffic:
     )
 
 
-def executions(workload: Workload) -> Counter[str]:
-    """How often a step executes each plan, by the plan's phase."""
-    return sum((Counter(workload.times_executed(phase)) for phase in workload.phases), Counter())
-
-
-def in_phases(request: Request, sent: Mapping[str, Mapping[tuple[str, ...], float]]) -> dict[str, Counter]:
-    """Bytes sent in each timed phase by key, from those of one execution of each plan."""
+def in_phases(request: Request, sent: Sequence[Mapping[str, Mapping[tuple[str, ...], float]]]) -> dict[str, Counter]:
+    """Bytes sent in each timed phase by key, from those of one execution of each plan of each attention, by phase."""
     found = {}
     for phase in request.phases:
         of_phase = Counter(dict(request.workload.sent_otherwise(phase, request.problem)))
-        for plan_phase, times in request.workload.times_executed(phase).items():
-            of_phase.update({key: times * size for key, size in sent[plan_phase].items()})
+        for attention, of_plans in enumerate(sent):
+            for plan_phase, times in request.workload.times_executed(phase, attention).items():
+                of_phase.update({key: times * size for key, size in of_plans[plan_phase].items()})
         found[phase] = of_phase
     return found
 
 
-def _closed_form(choice: Choice, times: Mapping[str, int], others: int) -> float | None:
+def _closed_form(workload: Workload, choice: Choice, others: int) -> float | None:
     """The bytes that a GPU sends by the method's formula; None for a pack, of which most methods send a part."""
-    if not (choice.problem.mask.sends_unseen or choice.method.counts_rows):
+    if not all(each.problem.mask.sends_unseen or each.method.counts_rows for each in choice.attentions):
         return None
     each = [
-        count * chunk.method.bytes_sent(chunk.problem, phase)
-        for chunk in choice.chunks
-        for phase, count in times.items()
+        count * one.method.bytes_sent(one.problem, phase)
+        for i, one in enumerate(choice.attentions)
+        for phase, count in workload.executions(i).items()
     ]
     return plain(others + sum(each))
 

@@ -17,14 +17,14 @@ from sp_bench.measure.thread_dump import as_json
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.tensors import DKV, DQ, KV, ODOQ
-from sp_bench.point.choose import Choice, choose_chunks, costs_for
+from sp_bench.point.choose import Choice, choose_attentions, costs_for
 from sp_bench.point.measured_record import outcome_of
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request, refuse_what_does_not_fit
 from sp_bench.point.sharing import USABLE, packs
 from sp_bench.termination import raise_if_terminated
 from sp_bench.workload import Spec
-from sp_bench.workload.base import PlannedChunk
+from sp_bench.workload.base import PlannedAttention
 
 
 def measure_points(requests: Sequence[Request], progress: Callable[[int], None]) -> list[Outcome]:
@@ -34,9 +34,9 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
     `progress` is called with the number of steps done. If a rank fails, the point under way is to blame, and the others
     are measured again without it. One that ran out of memory beside others is tried again alone.
     """
-    choices = [None if isinstance(request.method, Peer) else choose_chunks(request) for request in requests]
+    choices = [None if isinstance(request.method, Peer) else choose_attentions(request) for request in requests]
     for request, choice in zip(requests, choices, strict=True):
-        for each in choice.chunks if choice else ():
+        for each in choice.attentions if choice else ():
             check_all(executed_plans(request, each), each.problem)
     found: dict[int, Outcome] = {}
     together = _packs(requests, choices)
@@ -128,7 +128,7 @@ def spec_of(request: Request, choice: Choice | None) -> Spec:
         workload=request.workload,
         problem=choice.problem if choice else request.problem,
         plans=executed_plans(request, choice) if choice else {},
-        chunks=tuple(PlannedChunk(each.problem, executed_plans(request, each)) for each in choice.chunks)
+        attentions=tuple(PlannedAttention(each.problem, executed_plans(request, each)) for each in choice.attentions)
         if choice
         else (),
         peer=request.method if isinstance(request.method, Peer) else None,
@@ -147,7 +147,7 @@ def _least_bytes(request: Request, choice: Choice | None) -> int:
         transport = request.cluster.transport
         return max(
             account.peak_bytes(executed_plans(request, each).values(), each.problem, transport)
-            for each in choice.chunks
+            for each in choice.attentions
         )
     return sum(request.problem.chunk_bytes(tensor, wire=False) for tensor in (ODOQ, KV, DQ, DKV))
 

@@ -187,7 +187,7 @@ def longest(request: Request) -> int:
 def simulate_prefill(request: Request) -> Record:
     """The record of a simulated prompt. Raises DeviceMemoryError if a chunk fits the device by no variant."""
     choice, prompt = _chosen(request), _Prompt(request, request.cluster)
-    for each in choice.chunks:
+    for each in choice.attentions:
         check_all(each.plans, each.problem)
     chunks = _chunks(prompt, choice)
     step_ms = 1e3 * sum(chunk.whole_s for chunk in chunks)
@@ -240,14 +240,14 @@ def simulate_prefill(request: Request) -> Record:
 
 
 def _chunks(prompt: _Prompt, choice: Choice) -> list[Chunk]:
-    *earlier, last = choice.chunks
+    *earlier, last = choice.attentions
     return [*(prompt.chunk(each, last=False) for each in earlier), prompt.chunk(last, last=True)]
 
 
 def _on(request: Request, choice: Choice, cluster: Cluster) -> list[Chunk]:
     """The chunks with the chosen plans on another cluster."""
     prompt = _Prompt(request, cluster)
-    there = [simulated(each, prompt.parts[0]) for each in choice.chunks]
+    there = [simulated(each, prompt.parts[0]) for each in choice.attentions]
     return _chunks(prompt, replace(there[-1], earlier=tuple(there[:-1])))
 
 
@@ -262,7 +262,7 @@ def _chosen(request: Request) -> Choice:
         if request.cluster.stragglers:
             rule = "slow ranks are simulated for the attention only"
             raise RequestError("stragglers", rule, "workload=attention would work")
-    found = [_choose(prompt, replace(request, problem=each)) for each in prompt.workload.chunks(request.problem)]
+    found = [_choose(prompt, replace(request, problem=each)) for each in prompt.workload.attentions(request.problem)]
     return replace(found[-1], earlier=tuple(found[:-1]))
 
 
@@ -314,7 +314,7 @@ class _Held:
 def _held(prompt: _Prompt, choice: Choice) -> _Held:
     """The memory of the chunk that takes most."""
     found = []
-    for each in choice.chunks:
+    for each in choice.attentions:
         problem, costs = each.problem, prompt.costs(each.problem)
         attention = account.peak_bytes(each.plans.values(), problem, prompt.parts[0].transport)
         if not costs:

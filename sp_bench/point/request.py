@@ -176,8 +176,8 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     _refuse_replays(config, problem)
     mode = resolve_mode(config, values.gpus, cluster, launch, of_a_peer=peer is not None)
     workload.refuse(problem, mode.name, peer)
-    for chunk in workload.chunks(problem):
-        method.refuse(chunk)
+    for attention in workload.attentions(problem):
+        method.refuse(attention)
     transport, notes = transport_of(config, mode, cluster, of_a_peer=peer is not None)
     notes += cluster.warnings
     cluster = replace(cluster, transport_options=transport)
@@ -285,7 +285,8 @@ def _problem(given: Given, method: Method | Peer) -> Problem:
     shape |= {key: shape[key] // tensor_parallel for key in ("heads", "kv_heads")}
     given.workload.refuse_method(method)
     shape, mask = given.workload.attention_of(given.config, shape, mask, n)
-    layout, dtype = method.layout_of(mask, n), str(given.config["dtype"])
+    layout = method.layout_of(given.workload.mask_of_layout(given.config, mask), n)
+    dtype = str(given.config["dtype"])
     wire_dtype = str(given.config["wire_dtype"] or "")
     problem = Problem(n=n, **shape, mask=mask, dtype=dtype, wire_dtype=wire_dtype, layout=layout)
     method.refuse(problem)

@@ -13,6 +13,7 @@ from sp_bench.measure.samples import (
     COMPUTE_ONLY,
     CORE_WINDOW,
     CORES,
+    FULL_ATTENTION,
     START,
     STEP,
     TRAINING,
@@ -155,7 +156,7 @@ def training_step(request: Request, samples: Samples, ranks: Sequence[RankResult
     described = request.workload.described(request.problem)
     if not samples.by_rank("attention").size:
         return described
-    timed = [part for part in TRAINING if samples.by_rank(part).size]
+    timed = [part for part in (*TRAINING, FULL_ATTENTION) if samples.by_rank(part).size]
     times_ms = {f"{part}_ms": float(rank_medians_ms(samples, part).max()) for part in timed}
     phases = [phase for phase in PHASES if phase in request.phases]
     whole_s = sum(samples.by_rank(STEP, phase) for phase in phases)

@@ -8,7 +8,7 @@ them compute takes as many times longer, and collectives are waited for, as gloo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
@@ -18,9 +18,10 @@ from sp_bench import account
 from sp_bench.check import check_all
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
+from sp_bench.plan.problem import Problem
 from sp_bench.point.backing import validated
-from sp_bench.point.choose import Choice, DeviceMemoryError, choose
-from sp_bench.point.counted import counted, executions, rates, with_sums
+from sp_bench.point.choose import Choice, DeviceMemoryError, choose_attentions
+from sp_bench.point.counted import counted, rates, with_sums
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import LEAST_STEP, Request
 from sp_bench.records import Record
@@ -80,6 +81,8 @@ class StepTimes:
     """By phase: forward, backward, update."""
     attention_s: float
     """The attention of all layers, with its waits for transfers."""
+    full_attention_s: float
+    """The part of it that is of the first of the step's attentions: of layers of two kinds, of those that see all."""
     busy_s: float
     """Blocks and folds of the busiest rank."""
     dense_s: float
@@ -125,7 +128,8 @@ def simulate_chosen(request: Request, cluster: Cluster | None = None) -> tuple[R
     _refuse(request)
     held = costs.held_bytes()
     choice = _choose(replace(request, cluster=_parts(costs, request.cluster)[0]), costs, held)
-    check_all(choice.plans, choice.problem)
+    for each in choice.attentions:
+        check_all(each.plans, each.problem)
     if cluster:
         request = replace(request, cluster=cluster)
         costs = _costs(request)
@@ -133,15 +137,17 @@ def simulate_chosen(request: Request, cluster: Cluster | None = None) -> tuple[R
     degree = len(parts)
     request = replace(request, cluster=parts[0])
     times = _times(choice, costs, parts, whole)
-    held |= {"attention": account.peak_bytes(choice.plans.values(), choice.problem, request.cluster.transport)}
+    plans, validation = counted(request, choice), validated(request, choice)
+    held |= {"attention": plans.memory.peak_mem_bytes_expected or 0}
     step_ms = 1e3 * sum(times.phases_s.values())
     others = sum(sum(request.workload.sent_otherwise(p, request.problem).values()) for p in request.phases)
-    bound = _Bound(executions(request.workload), others, times.computed_s)
+    executions = [request.workload.executions(i) for i in range(len(choice.attentions))]
+    bound = _Bound(executions, others, times.computed_s)
     by_link, bound_s, bound_by = bound.of(choice, costs, parts, whole)
-    plans, validation = counted(request, choice), validated(request, choice)
     step = replace(
         request.workload.described(request.problem),
         attention_ms=1e3 * times.attention_s,
+        full_attention_ms=1e3 * times.full_attention_s if request.workload.in_one_layout else None,
         attention_exposed_ms=1e3 * (times.attention_s - times.busy_s),
         dense_ms=1e3 * times.dense_s,
         loss_ms=1e3 * costs.turns * costs.loss_s(),
@@ -233,11 +239,49 @@ def _times(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole
     """
     degree = len(parts)
     sum_s = alone_s([whole.network(costs.gpus)], degree, costs.tensor_sum_bytes, 2 * (degree - 1))
-    layers, full = costs.model.layers, costs.training.recompute == "full"
-    before_s, after_s = costs.before_s(), costs.after_s()
-    sums = costs.tensor_sums
-    ranks = costs.ranks
-    forward = _layer(choice, "forward", parts, ranks, costs.gathered_bytes, 1, (before_s, after_s), (0.0, 2 * sum_s))
+    full, sums, ranks = costs.training.recompute == "full", costs.tensor_sums, costs.ranks
+    layers = [_both_phases(each, costs, parts, sum_s) for each in choice.attentions]
+    networks = [part.network(ranks, idle=True) for part in parts]
+    first_s = alone_s(networks, ranks, costs.gathered_bytes, ranks - 1)
+    outside_s = alone_s(networks, ranks, costs.outside_bytes, 2 * (ranks - 1))
+    sync_s = alone_s(networks, ranks, costs.summed_bytes, 2 * (ranks - 1))
+    turns, edge_s = costs.turns, sums["outside"] * sum_s
+    times = [turns * count for count in costs.model.layers_by_attention]
+
+    def of_all(seconds: Callable[[Layer, Layer], float]) -> float:
+        """The sum over all layers of this of their forward and backward."""
+        return sum(count * seconds(*layer) for count, layer in zip(times, layers, strict=True))
+
+    def attention_s(forward: Layer, backward: Layer) -> float:
+        return (1 + full) * forward.attention_s + backward.attention_s
+
+    busy_s = of_all(lambda forward, backward: (1 + full) * forward.busy_s + backward.busy_s)
+    dense_s = of_all(lambda forward, backward: forward.dense_s + backward.dense_s - full * forward.attention_s)
+    around_s = dense_s + turns * costs.loss_s() + costs.optimizer_s()
+    gathers_s = turns * (first_s + outside_s) + of_all(lambda forward, backward: forward.waits_s + backward.waits_s)
+    return StepTimes(
+        phases_s={
+            "forward": turns * (first_s + costs.loss_s() + edge_s) + of_all(lambda forward, _: forward.whole_s),
+            "backward": turns * outside_s + of_all(lambda _, backward: backward.whole_s),
+            "update": sync_s + costs.optimizer_s(),
+        },
+        attention_s=of_all(attention_s),
+        full_attention_s=times[0] * attention_s(*layers[0]),
+        busy_s=busy_s,
+        dense_s=dense_s,
+        sync_s=sync_s + gathers_s,
+        summed_s=of_all(lambda forward, backward: forward.summed_s + backward.summed_s) + turns * edge_s,
+        copied_s=of_all(lambda forward, backward: forward.copied_s + backward.copied_s),
+        computed_s=busy_s + around_s,
+        least_s=of_all(lambda forward, backward: (1 + full) * forward.least_s + backward.least_s) + around_s,
+    )
+
+
+def _both_phases(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], sum_s: float) -> tuple[Layer, Layer]:
+    """The forward and the backward of a layer with the chosen plans; `sum_s` is a sum over tensor-parallel GPUs."""
+    full, sums, ranks = costs.training.recompute == "full", costs.tensor_sums, costs.ranks
+    dense_s = costs.before_s(), costs.after_s()
+    forward = _layer(choice, "forward", parts, ranks, costs.gathered_bytes, 1, dense_s, (0.0, 2 * sum_s))
     forward = forward.beside_copies(costs.copied_s)
     backward = _layer(
         choice,
@@ -249,53 +293,31 @@ def _times(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole
         (costs.again_s() + forward.attention_s * full + costs.after_backward_s(), costs.before_backward_s()),
         ((sums["backward"] - 1) * sum_s, sum_s),
     )
-    backward = backward.after_copies(costs.copied_s)
-    networks = [part.network(ranks, idle=True) for part in parts]
-    first_s = alone_s(networks, ranks, costs.gathered_bytes, ranks - 1)
-    outside_s = alone_s(networks, ranks, costs.outside_bytes, 2 * (ranks - 1))
-    sync_s = alone_s(networks, ranks, costs.summed_bytes, 2 * (ranks - 1))
-    turns, edge_s = costs.turns, sums["outside"] * sum_s
-    times = turns * layers
-    busy_s = times * ((1 + full) * forward.busy_s + backward.busy_s)
-    dense_s = times * (forward.dense_s + backward.dense_s - full * forward.attention_s)
-    around_s = dense_s + turns * costs.loss_s() + costs.optimizer_s()
-    gathers_s = turns * (first_s + outside_s) + times * (forward.waits_s + backward.waits_s)
-    return StepTimes(
-        phases_s={
-            "forward": turns * (first_s + costs.loss_s() + edge_s) + times * forward.whole_s,
-            "backward": turns * outside_s + times * backward.whole_s,
-            "update": sync_s + costs.optimizer_s(),
-        },
-        attention_s=times * ((1 + full) * forward.attention_s + backward.attention_s),
-        busy_s=busy_s,
-        dense_s=dense_s,
-        sync_s=sync_s + gathers_s,
-        summed_s=times * (forward.summed_s + backward.summed_s) + turns * edge_s,
-        copied_s=times * (forward.copied_s + backward.copied_s),
-        computed_s=busy_s + around_s,
-        least_s=times * ((1 + full) * forward.least_s + backward.least_s) + around_s,
-    )
+    return forward, backward.after_copies(costs.copied_s)
 
 
 def _choose(request: Request, costs: TrainingCosts, held: dict[str, int]) -> Choice:
     """The variant with the fastest attention, of those that fit beside what else is held."""
     device = request.cluster.device
     if device.memory_bytes is None:
-        return choose(request)
+        return choose_attentions(request)
     rest = device.memory_bytes - sum(held.values())
     if rest <= 0:
         raise too_large(costs, held)
     cluster = replace(request.cluster, device=replace(device, memory_bytes=rest))
     try:
-        return choose(replace(request, cluster=cluster))
+        return choose_attentions(replace(request, cluster=cluster))
     except DeviceMemoryError:
         raise too_large(costs, held | {"attention": least_attention_bytes(request)}) from None
 
 
 def least_attention_bytes(request: Request) -> int:
-    """The peak of the attention's variant that holds least."""
-    problem, method = request.problem, request.method
-    profile, transport = request.cluster.profile(problem), request.cluster.transport
+    """The peak of the attention's variant that holds least; of several attentions, of the one that needs most."""
+    return max(_least_bytes(request, problem) for problem in request.workload.attentions(request.problem))
+
+
+def _least_bytes(request: Request, problem: Problem) -> int:
+    method, profile, transport = request.method, request.cluster.profile(problem), request.cluster.transport
     return min(
         account.peak_bytes(
             [m.plan(problem, phase, profile) for phase in request.plan_phases], m.dealt(problem), transport
@@ -348,8 +370,8 @@ def _tensor_bytes(costs: TrainingCosts) -> float:
 class _Bound:
     """A lower bound on a step."""
 
-    times: Mapping[str, int]
-    """How often each plan is executed, by its phase."""
+    times: Sequence[Mapping[str, int]]
+    """How often each plan of each attention is executed, by its phase."""
     collective_bytes: int
     """Bytes that each GPU sends to those with its place in other tensor-parallel groups, beside the attention."""
     computed_s: float
@@ -362,8 +384,9 @@ class _Bound:
         of_attention, crossed = np.zeros((2, network.link_bytes_per_s.size))
         for part in parts:
             own, every = part.network(problem.n), part.network(costs.ranks)
-            for phase, plan in choice.plans.items():
-                of_attention += self.times[phase] * link_bytes(own, account.traffic(plan, problem, part))
+            for each, times in zip(choice.attentions, self.times, strict=True):
+                for phase, plan in each.plans.items():
+                    of_attention += times[phase] * link_bytes(own, account.traffic(plan, each.problem, part))
             if costs.ranks > 1:
                 crossed += link_bytes(every, ring_traffic(every, costs.ranks, self.collective_bytes))
         if degree > 1:

@@ -412,7 +412,10 @@ class DecodeStep:
     sequences: Annotated[int | None, Setting("sequences")] = None
     """The number of sequences, each with a cache of its own."""
     cache_bytes: Annotated[int | None, Result("cache of one layer on a GPU", "GB", 1e-9, better="less")] = None
-    """Keys and values of one layer that a GPU holds, of all sequences; those of the GPU that holds most."""
+    """Keys and values of one layer that a GPU holds, of all sequences; those of the GPU that holds most. Of pages with
+    what is left in the last ones."""
+    cache_page_tokens: Annotated[int | None, Setting("page of the cache", words="tokens")] = None
+    """Tokens of a page, if caches are dealt by whole pages; None: each GPU has a run of each cache."""
     latent_keys: Annotated[bool | None, Setting()] = None
     """Whether values are the first elements of one head of latent keys, if they are."""
     cache_tensor_parallel: Annotated[int | None, Setting()] = None
@@ -450,8 +453,12 @@ class TrainingStep:
     """Its tokens, which seqlen doesn't count."""
     linears: Annotated[str | None, Setting()] = None
     """The dtype of a layer's matrix products: compute (that of the activations) or float8."""
+    full_layers: Annotated[int | None, Setting("layers that see all")] = None
+    """The number of layers that see all, where others see only what the window or the chunks of the mask leave."""
     attention_ms: float | None = None
     """The attention of all layers, waits for its transfers included."""
+    full_attention_ms: float | None = None
+    """The part of attention_ms that is of layers that see all, where others don't."""
     attention_exposed_ms: float | None = None
     """The part of attention_ms that waits for transfers."""
     dense_ms: float | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
@@ -12,7 +14,7 @@ from torch import Tensor
 from sp_bench.kernels import BlockKernel
 from sp_bench.kernels.contract import empty_output
 from sp_bench.kernels.pieces import Pieces, calls
-from sp_bench.plan.caches import CacheBlocks
+from sp_bench.plan.caches import CacheBlocks, Caches
 from sp_bench.plan.ops import Attend, AttendBackward
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import Region, RegionKind, Regions
@@ -35,6 +37,7 @@ def attend_caches(
     """
     attends, (kv,) = [block for block in blocks if isinstance(block, Attend)], {block.kv for block in blocks}
     assert len(attends) == len(blocks) and isinstance(problem.blocks, CacheBlocks), "a decode step has no backward"
+    in_pool = page_rows(problem, int(kv.owner(rank)), device)
     ordered = sorted(attends, key=lambda block: int(block.q.owner(rank)))
     regions = problem.blocks.regions_between([int(block.q.owner(rank)) for block in ordered], int(kv.owner(rank)))
     into = [sums.of(block.o) for block in ordered]
@@ -47,6 +50,8 @@ def attend_caches(
         run.lap(WAITS)
         held = run.holdings
         q, (k, v) = end_to_end([held.chunks[block.q][0] for block in ordered]), held.chunks[kv]
+        if in_pool is not None:
+            k, v = (x.index_select(1, in_pool) for x in (k, v))
         v = k[..., : problem.value_dim] if problem.absorbed else v
         run.lap(REST)
         if alike:
@@ -62,6 +67,39 @@ def attend_caches(
         run.lap(FOLDS)
 
     return attend
+
+
+def page_rows(problem: Problem, rank: int, device: torch.device) -> Tensor | None:
+    """The row of each of a rank's keys in its pool of pages, (keys,), in the order of the keys; None without pages.
+
+    Pages lie in a pool in any order, as an allocator leaves them: here in one that the rank's number decides.
+    """
+    mask = problem.mask
+    if not isinstance(mask, Caches) or mask.page is None:
+        return None
+    pages = problem.keys.positions(rank)
+    places = random.Random(rank).sample(range(len(pages)), len(pages))
+    rows = [torch.arange(len(page)) + place * mask.page for place, page in zip(places, pages, strict=True)]
+    return torch.cat(rows).to(device)
+
+
+def in_pages(problem: Problem, rank: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values, (B, keys, heads, D), in pools of (B, pages x tokens, heads, D); as they are without pages.
+
+    What is left in the last page of a cache is NaN, which no result may show.
+    """
+    rows = page_rows(problem, rank, k.device)
+    if rows is None:
+        return k, v
+    assert isinstance(problem.mask, Caches) and problem.mask.page is not None, "it has rows"
+    held = len(problem.keys.positions(rank)) * problem.mask.page
+
+    def pool(x: Tensor) -> Tensor:
+        made = x.new_full((x.shape[0], held, *x.shape[2:]), math.nan)
+        made[:, rows] = x
+        return made
+
+    return pool(k), pool(v)
 
 
 class _Call(NamedTuple):

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from sp_bench.kernels.fold import merge_
+from sp_bench.kernels.fold import fold_each_, merge_
 from sp_bench.lower import Lowering, ReceiveBuffer, StagingUse
 from sp_bench.lower.staging import adds_up_on_the_way
-from sp_bench.plan.ops import AllGather, Chunk, Plan, ReduceScatter, Transfer
+from sp_bench.plan.ops import AllGather, Chunk, Plan, ReduceScatter, Round, Transfer, TreeReduce
 from sp_bench.plan.problem import Problem
 from sp_bench.run.blocks import Perform
 from sp_bench.run.execution import Execution
@@ -52,6 +52,8 @@ class Collectives(GroupTransfers):
 
     def call(self, index: int, op: AllGather | ReduceScatter) -> Perform:
         """The call of a collective, which stores what it brings."""
+        if isinstance(op, TreeReduce):
+            return self._tree(index, op)
         return self._gather(index, op) if isinstance(op, AllGather) else self._reduce(index, op)
 
     def pretended(self, index: int, op: AllGather | ReduceScatter) -> Perform:
@@ -105,6 +107,55 @@ class Collectives(GroupTransfers):
             self._streams.keep([run.holdings.partials.drop(chunk) for chunk in op.reads])
 
         return reduce
+
+    def _tree(self, index: int, op: TreeReduce) -> Perform:
+        """The call of a reduction in rounds, over sums of all places in the accumulators' dtype."""
+        assert op.tensor.is_output, "gradients are added by the library"
+        sums = self._staging[StagingUse(op.lane, op.tensor, "sum")]
+        places = (int(op.place(self._rank, chunk.owner(self._rank))) for chunk in op.reads)
+        held = [x for place in places for x in self._at(op, place, sums)]
+        out, lse = own = self._at(op, 0, sums)
+        brought, rounds = self._brought(index, op), [self._round(index, op, each) for each in op.rounds]
+
+        def reduce(run: Execution) -> None:
+            copy(held, [x for chunk in op.reads for x in run.holdings.to_send(chunk)])
+            out.zero_()  # the rank's own is folded from its accumulator, which is not rounded
+            lse.fill_(-math.inf)
+            for once in rounds:
+                once()
+            for chunk, tensors in brought:
+                copy(tensors, own)
+                run.holdings.put(chunk, tensors)
+            self._streams.keep([run.holdings.partials.drop(chunk) for chunk in op.reads])
+
+        return reduce
+
+    def _round(self, index: int, op: TreeReduce, each: Round) -> Callable[[], None]:
+        """One round: sums are cast into the buffer that is sent, and what comes is merged with others."""
+        sums, sent, received = (self._staging[StagingUse(op.lane, op.tensor, use)] for use in ("sum", "send", "recv"))
+        target, source = (int(each.group.member(self._rank, way * each.shift)) for way in (1, -1))
+        into, out = ([x[: each.owners] for x in buffers] for buffers in (received, sent))
+        exchange = self._transport.bind(self._turn(index, op), [(source, into)], [(target, out)], byte_keys(op))
+        slots = range(each.owners)
+        staged = [x for slot in slots for x in self._at(op, each.first + slot, sent, slot)]
+        summed = [x for slot in slots for x in self._at(op, each.first + slot, sums)]
+        pairs = [(self._at(op, place, sums), self._at(op, place, received)) for place in slots]
+        totals, parts = zip(*[pair for pair in pairs if pair[0][0].numel()] or [((), ())], strict=True)
+
+        def once() -> None:
+            copy(staged, summed)
+            exchange()
+            if totals[0]:
+                fold_each_(totals, parts)
+
+        return once
+
+    def _at(self, op: TreeReduce, place: int, buffers: Tensors, slot: int | None = None) -> Tensors:
+        """Views of the slot of a place (or of another), with the number of tokens of the owner that the place has."""
+        tokens = self._problem.field_tokens(op.tensor.fields[0], int(op.owner(self._rank, place)))
+        shapes = [self._problem.field_shape(field, tokens) for field in op.tensor.fields]
+        at = place if slot is None else slot
+        return tuple([as_shape(x[at], shape) for x, shape in zip(buffers, shapes, strict=True)])
 
     def _brought(self, index: int, op: AllGather | ReduceScatter) -> list[tuple[Chunk, Tensors]]:
         """The chunks that a collective brings, and where they are."""

@@ -11,7 +11,7 @@ from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.topology import Network
 from sp_bench.lower import lower
 from sp_bench.plan.groups import Exchange, Group
-from sp_bench.plan.ops import AllGather, Plan, ReduceScatter, Transfer
+from sp_bench.plan.ops import AllGather, Plan, ReduceScatter, Transfer, TreeReduce
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import messages, peers
 
@@ -81,6 +81,8 @@ def _latency_s(plan: Plan, problem: Problem, cluster: Cluster, pipelined: Contai
             if way := cluster.algorithm(op, problem, size):
                 lanes[op.lane] = lanes.get(op.lane, 0.0) + way.latency_s
                 continue
-        if isinstance(op, Transfer) and index not in pipelined and (pairs := peers(op)):
+        if isinstance(op, TreeReduce):  # round after round
+            lanes[op.lane] = lanes.get(op.lane, 0.0) + sum(latency_s((pair,)) for pair in peers(op))
+        elif isinstance(op, Transfer) and index not in pipelined and (pairs := peers(op)):
             lanes[op.lane] = lanes.get(op.lane, 0.0) + latency_s(tuple(pairs))
     return max((float(np.max(seconds)) for seconds in lanes.values()), default=0.0)

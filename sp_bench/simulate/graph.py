@@ -31,6 +31,7 @@ from sp_bench.plan.ops import (
     ReduceScatter,
     RowCollective,
     Transfer,
+    TreeReduce,
 )
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment, segments
@@ -232,6 +233,8 @@ class _Builder:
             return 1
         if isinstance(op, RowCollective):
             return len(op.members) + 1
+        if isinstance(op, TreeReduce):
+            return 2 * len(op.rounds)
         way = self._algorithm(op)
         return collectives.rows_of(way, op.group) if way else op.group.size
 
@@ -357,7 +360,7 @@ class _Builder:
             expecting = [*(self.ended[posted.after] if posted.after is not None else []), *self._tasks(posted.waits)]
         tasks, arrived = [], []
         self.flows[index] = self._flows(index, op, hidden_s)
-        for flow in self.flows[index]:
+        for number, flow in enumerate(self.flows[index]):
             there = [ended[flow.over.target] for ended in expecting]
             if flow.sends is not True:
                 there = [np.where(flow.sends, posted, ended) for posted, ended in zip(there, expecting, strict=True)]
@@ -366,6 +369,10 @@ class _Builder:
                 self.later.append(([tasks[-1]], flow.later_bytes, flow.over))
             came = tasks[-1][flow.over.source]
             arrived.append(came if flow.receives is True else np.where(flow.receives, came, tasks[-1]))
+            if isinstance(op, TreeReduce):
+                before = expecting = [self.rows.add(self.costs.merged_s(op, number), [tasks[-1], came])]
+        if isinstance(op, TreeReduce):
+            return before
         if isinstance(op, AllToAll | ReduceScatter | RowCollective):  # one thing to wait for, unpacked or merged
             return [self.rows.add(self.costs.arrived_s(op, len(tasks)), [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
@@ -387,19 +394,22 @@ class _Builder:
         staged_s = self.costs.staged_s(index, op, self.ranks) * sends
         sizes = messages(op, self.problem, self.ranks, self.costs.wanted.get(index))
         each = [Message(*message) for message in zip(peers(op), sizes, (path.inter for path in paths), strict=True)]
-        for path, message, wire in zip(
-            paths, each, self.effects.on_wire(each, by_library=not by_messages(op)), strict=True
-        ):
+        # Those of a tree come one after another, and what the first has staged is staged for all.
+        at_once, by_library = 1 if isinstance(op, TreeReduce) else len(each), not by_messages(op)
+        together = [each[i : i + at_once] for i in range(0, len(each), max(at_once, 1))]
+        wires = [wire for some in together for wire in self.effects.on_wire(some, by_library=by_library)]
+        for path, message, wire in zip(paths, each, wires, strict=True):
             # The lane casts or packs what it sends before it posts it.
             if isinstance(op, RowCollective):  # no message without rows
                 sends = message.bytes > 0
                 receives = sends[path.source]
             latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0) * sends
             rate_cap = np.minimum(path.rate_cap, wire.most_bytes_per_s)
-            loads = path.loads * self._crowding(path, len(paths))
+            loads = path.loads * self._crowding(path, at_once)
             over = self._over_cores(path._replace(loads=loads, rate_cap=rate_cap), wire)
             sent = np.broadcast_to(np.asarray(message.bytes - wire.later_bytes, float), self.ranks.size)
             found.append(_Flow(latency_s + staged_s, sent, over, wire.weight, sends, receives, wire.later_bytes))
+            staged_s = 0.0 * staged_s if isinstance(op, TreeReduce) else staged_s
         return found
 
     def _path(self, group: Group | Exchange, shift: int) -> Path:

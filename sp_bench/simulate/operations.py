@@ -35,6 +35,7 @@ from sp_bench.plan.ops import (
     RowCollective,
     RowSums,
     Transfer,
+    TreeReduce,
 )
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Tensor
@@ -197,6 +198,9 @@ class OperationCosts:
             row_bytes = sum(self._problem.token_bytes(field, wire=True) for field in op.tensor.fields)
             rows = np.asarray(casts.sent(op, self._problem, ranks))
             return _of_each(rows, lambda count: self._device.copy_s(count * row_bytes))
+        if isinstance(op, TreeReduce):
+            sent = sum(sum(sizes.values()) for sizes in messages(op, self._problem, 0))
+            return self._device.copy_s(sent) + op.tensor.has_statistics * self._device.launch_s
         if isinstance(op, ReduceScatter):
             by_field = messages(op, self._problem, 0)[0] if op.group.size > 1 else {}
             others, sent = op.group.size - 1, sum(by_field.values())
@@ -220,6 +224,17 @@ class OperationCosts:
         if self._device.implementation.merges_at_once:
             return self._device.merge_s(self._problem, op.tensor, arrivals)
         return arrivals * self._device.fold_s(self._problem, op.tensor, arriving=True)
+
+    def merged_s(self, op: TreeReduce, number: int) -> float:
+        """Seconds of merging what a round has brought with what the rank has of the same owners, in one kernel, and of
+        casting what the next round sends."""
+        rounds, tensor = op.rounds, op.tensor
+        fold_s = self._device.fold_s(self._problem, tensor, arriving=True, share=rounds[number].owners)
+        return fold_s + (
+            self._device.cast_s(self._problem, tensor, wire=True, share=rounds[number + 1].owners)
+            if number + 1 < len(rounds)
+            else 0.0
+        )
 
     def moves(self, index: int, op: Transfer, ranks: np.ndarray) -> tuple[np.ndarray | bool, np.ndarray | bool]:
         """Whether each of some ranks sends in a transfer, and whether it receives: (ranks,) each, or True for all."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from sp_bench.cluster.topology import Network
 from sp_bench.plan.groups import Exchange, Group
-from sp_bench.plan.ops import Plan, Transfer
+from sp_bench.plan.ops import Plan, Transfer, TreeReduce
 from sp_bench.plan.patterns import divisors
 
 Permutation = np.ndarray
@@ -31,7 +31,7 @@ Permutation = np.ndarray
 def rotations(plan: Plan, network: Network) -> list[Permutation]:
     """For each group of a plan, the smallest rotation that leaves all its groups, and the network, the same."""
     ranks = np.arange(plan.n)
-    groups = list(dict.fromkeys(op.group for op in plan.ops if isinstance(op, Transfer)))
+    groups = list(dict.fromkeys(group for op in plan.ops if isinstance(op, Transfer) for group in _groups(op)))
     found = []
     for group in groups:
         if isinstance(group, Group):
@@ -39,6 +39,10 @@ def rotations(plan: Plan, network: Network) -> list[Permutation]:
             fitting = (move for move in moves if _commutes(move, groups) and network.moved(move) is not None)
             found += [move for move in [next(fitting, None)] if move is not None]
     return found
+
+
+def _groups(op: Transfer) -> tuple[Group | Exchange, ...]:
+    return op.levels if isinstance(op, TreeReduce) else (op.group,)
 
 
 def _commutes(move: Permutation, groups: Iterable[Group | Exchange]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from sp_bench.run.caches import in_pages
 from sp_bench.workload.attention_step import forward_of, given_queries, make_engine, random_inputs, sinks_of
 from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.exact_rows import SunkRows, errors_of_rows, rows_for
@@ -27,7 +28,9 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
     small = problem.scaled(min(GATE_TOKENS, tokens) * problem.n + more, unit)
     q, k, v, dout = random_inputs(small, context.rank, spec.seed, context.device)
     asked = given_queries(small, context.rank, spec.seed, q)
-    given = [x.clone() for x in (asked, k, v, dout)]  # a function that changes its inputs doesn't change what is right
+    cached = in_pages(small, context.rank, k, v)
+    # A function that changes its inputs doesn't change what is right.
+    given = [x.clone() for x in (asked, *cached, dout)]
     engine, sinks = make_engine(spec, small, context), sinks_of(spec, small, context.device)
     sunk = None if sinks is None else SunkRows(sinks)
     results: list[Tensor] = []

@@ -18,6 +18,7 @@ from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import KV
 from sp_bench.run.buffers import Arena
+from sp_bench.run.caches import in_pages
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.graphs import GraphedEngine
@@ -26,7 +27,7 @@ from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.latents import Latents
 from sp_bench.run.sms import share
 from sp_bench.run.transport import AloneTransport
-from sp_bench.workload.base import SINKS, PlannedChunk, RankContext, Spec
+from sp_bench.workload.base import SINKS, PlannedAttention, RankContext, Spec
 from sp_bench.workload.engine_step import EngineStep
 from sp_bench.workload.exact_rows import Sample, SunkRows, errors_of_rows, sampled
 from sp_bench.workload.gate import GateErrors
@@ -40,6 +41,7 @@ class AttentionStep(EngineStep):
         problem, rank = spec.problem, context.rank if spec.alone is None else spec.alone
         self._q, self._k, self._v, self._dout = random_inputs(problem, rank, spec.seed, context.device)
         self._given_q = given_queries(problem, rank, spec.seed, self._q)
+        self._given_kv = in_pages(problem, rank, self._k, self._v)
         self._spec, self._context = spec, context
         self._sample: Sample | None = None
         self._kept: dict[str, Tensor] = {}
@@ -54,7 +56,7 @@ class AttentionStep(EngineStep):
         if "forward" not in spec.workload.phases:
             # It has its own engine, so that its buffers are gone before the backward's memory is measured.
             forward = make_engine(spec, problem, context)
-            self._saved = forward_of(forward, (self._given_q, self._k, self._v), sinks=self._sinks)[1]
+            self._saved = forward_of(forward, (self._given_q, *self._given_kv), sinks=self._sinks)[1]
             forward.close()
         plans = {phase: spec.plans[phase] for phase in spec.workload.phases}
         self._engine = make_engine(spec, problem, context, plans)
@@ -87,7 +89,7 @@ class AttentionStep(EngineStep):
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase. Only Action.EVERYTHING keeps results, and the tensors that the backward needs."""
         if phase == "forward":
-            inputs = self._given_q, self._k, self._v
+            inputs = self._given_q, *self._given_kv
             out, saved = forward_of(self._engine, inputs, action, live, self._sinks)
             results = (out,)
             if action is Action.EVERYTHING:
@@ -173,7 +175,7 @@ def make_engine(
     """
     if spec.peer:
         return PeerEngine(spec.peer, problem, spec.executed, context.device)
-    (engine,) = make_engines(spec, [PlannedChunk(problem, plans or spec.plans)], context, timed=timed)
+    (engine,) = make_engines(spec, [PlannedAttention(problem, plans or spec.plans)], context, timed=timed)
     adds = problem.latent_dim or sinks_of(spec, problem, context.device) is not None
     if not context.cuda_graph or not engine.queues or adds:
         return engine
@@ -181,7 +183,7 @@ def make_engine(
 
 
 def make_engines(
-    spec: Spec, chunks: Sequence[PlannedChunk], context: RankContext, *, timed: bool = False
+    spec: Spec, chunks: Sequence[PlannedAttention], context: RankContext, *, timed: bool = False
 ) -> list[Engine]:
     """An engine for each of the attentions, which run one after another. All ranks must call it.
 

@@ -160,6 +160,11 @@ class Workload(ABC):
         return values.seqlen
 
     @classmethod
+    def mask_of_layout(cls, config: Mapping[str, Any], mask: Mask) -> Mask:
+        """The mask whose layout a method has unless it chooses one: that of the attention with most work."""
+        return mask
+
+    @classmethod
     def attention_of(
         cls, config: Mapping[str, Any], shape: Mapping[str, Any], mask: Mask, n: int
     ) -> tuple[dict[str, Any], Mask]:
@@ -216,18 +221,27 @@ class Workload(ABC):
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
         """The phases that ranks execute if `phases` are timed: a backward needs its forward."""
 
-    def chunks(self, problem: Problem) -> tuple[Problem, ...]:
-        """The attentions that a step computes one after another, each by plans of its own."""
+    def attentions(self, problem: Problem) -> tuple[Problem, ...]:
+        """The attentions that a step computes, each by plans of its own; the last one may be `problem` itself."""
         return (problem,)
+
+    @property
+    def in_one_layout(self) -> bool:
+        """Whether all its attentions are of the same tokens on each rank, so that they have one layout."""
+        return False
 
     @property
     def plan_phases(self) -> tuple[str, ...]:
         """The phases of the method's plans that the timed phases execute."""
         return self.phases
 
-    def times_executed(self, phase: str) -> Mapping[str, int]:
-        """How often each plan is executed in a timed phase, by the plan's phase."""
+    def times_executed(self, phase: str, attention: int = 0) -> Mapping[str, int]:
+        """How often each plan of one of the `attentions` is executed in a timed phase, by the plan's phase."""
         return {phase: 1}
+
+    def executions(self, attention: int = 0) -> Counter[str]:
+        """How often a step executes each plan of one of the `attentions`, by the plan's phase."""
+        return sum((Counter(self.times_executed(phase, attention)) for phase in self.phases), Counter())
 
     def sent_otherwise(self, phase: str, problem: Problem) -> Mapping[tuple[str, ...], int]:
         """Bytes that each rank sends in a timed phase beside the plans, by operation."""
@@ -267,7 +281,7 @@ class Workload(ABC):
 
 
 @dataclass(frozen=True)
-class PlannedChunk:
+class PlannedAttention:
     """One of several attentions of a step, with its plans."""
 
     problem: Problem
@@ -283,8 +297,8 @@ class Spec:
     """The problem in the layout of the plans' method, or the peer."""
     plans: Mapping[str, Plan] = field(default_factory=dict)
     """The plan of each phase that is executed; empty for a peer."""
-    chunks: tuple[PlannedChunk, ...] = ()
-    """With workload=prefill: the chunks of the prompt in order, of which `problem` and `plans` are the last one's."""
+    attentions: tuple[PlannedAttention, ...] = ()
+    """The attentions of a step (Workload.attentions), of which `problem` and `plans` are the last one's."""
     peer: Peer | None = None
     """A peer's attention, in place of plans."""
     kernel: str = "auto"

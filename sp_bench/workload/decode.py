@@ -16,7 +16,7 @@ from sp_bench.plan.mask import CAUSAL, Mask
 from sp_bench.plan.method import Method
 from sp_bench.plan.problem import Problem, heads_of_a_key_head
 from sp_bench.plan.tensors import KV
-from sp_bench.reading import Count, Section, read
+from sp_bench.reading import Count, Section, Tokens, read
 from sp_bench.records.quantities import DecodeStep
 from sp_bench.workload.attention import Attention
 
@@ -29,6 +29,7 @@ class DecodeSection(Section, frozen=True, kw_only=True):
 
     tensor_parallel: Count = 1
     latent: bool = False
+    page_tokens: Tokens | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +95,9 @@ class Decode(Attention):
             rule = f"a new token sees all that is cached of its sequence, in workload={cls.name}"
             works = "mask=causal, or mask=document with data, causal and without a window, would work"
             raise RequestError(f"mask={mask.name}", rule, works)
-        caches = Caches(lengths, new, share)
-        caches.refuse_ranks(n)
         section = _section(config)
+        caches = Caches(lengths, new, share, section.page_tokens)
+        caches.refuse_ranks(n)
         latent, kv_heads = section.latent, section.tensor_parallel * shape["kv_heads"]
         if latent and kv_heads > 1:
             rule = "all query heads share the one head of latent keys, which GPUs can't split"
@@ -140,10 +141,12 @@ class Decode(Attention):
 
     def decoded(self, problem: Problem) -> DecodeStep:
         """The sequences of a step, and the cache that a GPU holds of one layer."""
-        assert isinstance(problem.mask, Caches), "attention_of made it"
+        mask = problem.mask
+        assert isinstance(mask, Caches), "attention_of made it"
         return DecodeStep(
-            sequences=len(problem.mask.lengths),
-            cache_bytes=problem.chunk_bytes(KV, wire=False),
+            sequences=len(mask.lengths),
+            cache_bytes=mask.capacity(problem.n) * sum(problem.token_bytes(field, wire=False) for field in KV.fields),
+            cache_page_tokens=mask.page,
             latent_keys=problem.absorbed or None,
             cache_tensor_parallel=self.degree if self.degree > 1 else None,
         )

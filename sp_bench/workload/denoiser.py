@@ -58,7 +58,7 @@ class Denoiser:
         hidden_BSM = self.network(
             latent.patches_BSC,
             self._positions_S,
-            self._apart(attend),
+            [self._apart(attend)],
             "none",
             latent.times_B,
             latent.text_BTM,

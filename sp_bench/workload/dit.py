@@ -93,9 +93,14 @@ class Denoise(Train):
 
     @classmethod
     def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Train:
-        """The workload of a config. Raises RequestError as Train does, and for keys of training."""
+        """The workload of a config. Raises RequestError as Train does, for keys of training and layers of two kinds."""
         refuse_training(config, f"workload={cls.name} phase=forward")
-        return super().build(config, phases)
+        found = super().build(config, phases)
+        if found.model.full_every:
+            rule = f"workload={cls.name} phase=forward has layers of one kind"
+            works = "model.full_every=null, or phase=forward_backward, would work"
+            raise RequestError(f"model.full_every={found.model.full_every}", rule, works)
+        return found
 
     def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:
         """Raise RequestError as Train does, and for patches that ranks can't share evenly beside joint text."""
@@ -125,7 +130,7 @@ class Denoise(Train):
     def plan_phases(self) -> tuple[str, ...]:
         return self.phases
 
-    def times_executed(self, phase: str) -> Mapping[str, int]:
+    def times_executed(self, phase: str, attention: int = 0) -> Mapping[str, int]:
         """The plan once for each layer."""
         return {phase: self.layers}
 

@@ -39,6 +39,9 @@ class Model(Section, frozen=True, kw_only=True):
     channels: Count | None = None
     """The elements of a patch of a dit."""
     rope_theta: Positive = 1e4
+    full_every: Count | None = None
+    """Every so many layers one sees all, and the others what the window or the chunks of the mask leave, as in GPT-OSS
+    (2), Llama 4 (4) and Gemma 3 (6). None: all layers are alike."""
     text: Literal["joint", "cross"] | None = None
     """How text enters a dit. joint: text tokens go through the layers beside patches, and all see all (MM-DiT, Esser et
     al. 2024). cross: each layer has a cross-attention from patches to text (Wan, 2025)."""
@@ -49,7 +52,12 @@ class Model(Section, frozen=True, kw_only=True):
     each (adaLN-single of PixArt, Chen et al. 2023)."""
 
     def __post_init__(self) -> None:
-        """Raises RequestError where the kind's own size is missing, or the other kind's is given."""
+        """Raises RequestError where the kind's own size is missing, or the other kind's is given, and for layers of two
+        kinds that would all be of one."""
+        if self.full_every is not None and not 2 <= self.full_every <= self.layers:
+            rule = f"leaves all of {self.layers} layers alike"
+            works = "null would work" if self.layers < 2 else f"2 to {self.layers}, or null, would work"
+            raise RequestError(f"full_every={self.full_every}", rule, works)
         needed, other = ("vocab", "channels") if self.kind == "decoder" else ("channels", "vocab")
         if getattr(self, needed) is None:
             raise RequestError(needed, f"is missing: a model of kind={self.kind} needs it", f"{needed}=64 would work")
@@ -82,6 +90,17 @@ class Model(Section, frozen=True, kw_only=True):
     def outputs(self) -> int:
         """Elements of what a token is mapped to: logits, or a patch."""
         return self.vocab or self.channels or 0
+
+    @property
+    def layers_by_attention(self) -> tuple[int, ...]:
+        """How many layers have each of the attentions of Workload.attentions: all, or those that see all and the
+        others."""
+        full = self.layers // self.full_every if self.full_every else 0
+        return (full, self.layers - full) if full else (self.layers,)
+
+    def attention_of(self, layer: int) -> int:
+        """The attention of a layer, by its place in `layers_by_attention`; layers count from 0."""
+        return int(self.full_every is not None and (layer + 1) % self.full_every > 0)
 
     def layer_matrices(self, problem: Problem) -> dict[str, tuple[int, int]]:
         """(inputs, outputs) of the matrices that each token of a layer is multiplied with."""
@@ -150,12 +169,12 @@ class Model(Section, frozen=True, kw_only=True):
         return structs.replace(self, ffn=self.ffn // degree, vocab=self.vocab // degree)
 
     def small(self) -> Model:
-        """The model of the correctness gate: as this one, but narrow and of two layers."""
+        """The model of the correctness gate: as this one, but narrow and of two layers, of both kinds if it has two."""
         sizes = {name: min(getattr(self, name) or 64, 64) for name in ("width", "ffn")}
         own = {"vocab": 64} if self.kind == "decoder" else {"channels": 16}
-        return structs.replace(
-            self, layers=min(self.layers, 2), text_tokens=min(self.text_tokens, SMALL_TEXT), **sizes, **own
-        )
+        every = 2 if self.full_every else None
+        sizes |= {"layers": min(self.layers, 2), "text_tokens": min(self.text_tokens, SMALL_TEXT)}
+        return structs.replace(self, full_every=every, **sizes, **own)
 
 
 def shard_elements(shapes: Sequence[tuple[int, int]], n: int) -> int:

@@ -83,8 +83,12 @@ class Prefill(Workload):
     def kv_seqlen(cls, config: Mapping[str, Any], seqlen: int, asked: int | None) -> int | None:
         """The number of keys: those cached and the prompt's.
 
-        Raises RequestError where kv_seqlen is given too, and for a mask of documents.
+        Raises RequestError where kv_seqlen is given too, for a mask of documents, and for layers of two kinds.
         """
+        if (every := config["model"].get("full_every")) is not None:
+            rule = "workload=prefill has layers of one kind, which see all of what is cached"
+            works = "model.full_every=null mask=causal window=null chunk=null, or workload=train, would work"
+            raise RequestError(f"model.full_every={every}", rule, works)
         if asked is not None or config["kv_seqlen"] is not None:
             rule = "workload=prefill counts its keys itself: what is cached, and the prompt"
             raise RequestError(f"kv_seqlen={asked or seqlen}", rule, "kv_seqlen=null prefill.cached=64k would work")
@@ -154,7 +158,7 @@ class Prefill(Workload):
                 works = "a larger one that divides seqlen would work"
                 raise RequestError(f"prefill.chunk={chunk}", rule, works) from None
 
-    def chunks(self, problem: Problem) -> tuple[Problem, ...]:
+    def attentions(self, problem: Problem) -> tuple[Problem, ...]:
         """The attention of each chunk, in order: its own queries, and all keys up to its end."""
         chunk, cached = self.chunking.chunk or problem.seqlen, problem.history
         starts = range(0, problem.seqlen, chunk)
@@ -169,7 +173,7 @@ class Prefill(Workload):
         """The forward, which is all that is timed."""
         return phases
 
-    def times_executed(self, phase: str) -> Mapping[str, int]:
+    def times_executed(self, phase: str, attention: int = 0) -> Mapping[str, int]:
         """The plan of a chunk once for each layer."""
         return {phase: self.layers}
 
@@ -193,7 +197,7 @@ class Prefill(Workload):
         return Prompt(
             prefill_chunk=self.chunking.chunk or problem.seqlen,
             prefill_cached=self.chunking.cached,
-            chunks=len(self.chunks(problem)),
+            chunks=len(self.attentions(problem)),
             kv_cache_bytes=self.layers * layer_cache_bytes(problem),
         )
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sp_bench.workload.attention_gate import GATE_TOKENS
 from sp_bench.workload.attention_step import make_engines
-from sp_bench.workload.base import PlannedChunk, RankContext, Spec
+from sp_bench.workload.base import PlannedAttention, RankContext, Spec
 from sp_bench.workload.exact_rows import rows_for
 from sp_bench.workload.gate import GateErrors, worst_of
 from sp_bench.workload.prefill_step import Cached, watched
@@ -18,7 +18,7 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
 
     The prompt is computed twice with the same buffers and cache, and the second results are compared.
     """
-    chunks = small_chunks(spec.chunks, GATE_TOKENS)
+    chunks = small_chunks(spec.attentions, GATE_TOKENS)
     problems = [chunk.problem for chunk in chunks]
     prompt, engines = Cached(problems, context.rank, spec.seed, context.device), make_engines(spec, chunks, context)
     results = []
@@ -40,12 +40,12 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
     return errors
 
 
-def small_chunks(chunks: Sequence[PlannedChunk], tokens: int) -> list[PlannedChunk]:
+def small_chunks(chunks: Sequence[PlannedAttention], tokens: int) -> list[PlannedAttention]:
     """Some of a prompt's chunks as a prompt of their own, of at most so many tokens on a rank each.
 
     Their plans are those of the point. What was cached before the first is there as well, and shortened alike.
     """
-    found: list[PlannedChunk] = []
+    found: list[PlannedAttention] = []
     first = chunks[0].problem
     end = min(tokens, first.history // first.n) * first.n
     for index in watched(len(chunks)):
@@ -53,5 +53,5 @@ def small_chunks(chunks: Sequence[PlannedChunk], tokens: int) -> list[PlannedChu
         each, more = divmod(problem.seqlen, problem.n)
         seqlen = min(tokens, each) * problem.n + more
         end += seqlen
-        found.append(PlannedChunk(replace(problem, seqlen=seqlen, kv_seqlen=end), plans))
+        found.append(PlannedAttention(replace(problem, seqlen=seqlen, kv_seqlen=end), plans))
     return found

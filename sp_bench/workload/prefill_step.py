@@ -90,9 +90,9 @@ class PrefillStep(EngineStep):
         The last chunks come first: what the engines use in turn then has its size, and none lets go of it later.
         """
         self._spec, self._context, self._clock = spec, context, clock_of(context.device)
-        problems = [chunk.problem for chunk in spec.chunks]
+        problems = [chunk.problem for chunk in spec.attentions]
         self._prompt = Cached(problems, context.rank, spec.seed, context.device)
-        self._engines = make_engines(spec, spec.chunks, context)
+        self._engines = make_engines(spec, spec.attentions, context)
         self._samples: dict[int, Sample] = {}
         self._kept: dict[int, Tensor] = {}
         self._out: list[Tensor | None] = [None] * len(problems)

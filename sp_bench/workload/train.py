@@ -15,6 +15,7 @@ from sp_bench import account
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import RequestError
 from sp_bench.peers.peer import Peer
+from sp_bench.plan.mask import Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.reading import read
@@ -160,9 +161,36 @@ class Train(Workload):
     def plan_phases(self) -> tuple[str, ...]:
         return PHASES
 
-    def times_executed(self, phase: str) -> Mapping[str, int]:
+    def attentions(self, problem: Problem) -> tuple[Problem, ...]:
+        """The attention of all layers or, of layers of two kinds, of those that see all and of the others."""
+        if not self.in_one_layout:
+            return (problem,)
+        assert problem.mask.unlimited is not None, "refused"
+        return (replace(problem, mask=problem.mask.unlimited), problem)
+
+    @property
+    def in_one_layout(self) -> bool:
+        """Whether layers are of two kinds: hidden states stay on their ranks from layer to layer."""
+        return self.model.full_every is not None
+
+    @classmethod
+    def mask_of_layout(cls, config: Mapping[str, Any], mask: Mask) -> Mask:
+        """That of the layers that see all, if there are some among others.
+
+        Raises RequestError if the mask has nothing that these leave out.
+        """
+        every = config["model"].get("full_every")
+        if every is None:
+            return mask
+        if mask.unlimited is None:
+            rule = f"sets layers apart that see more than others, and under mask={mask.name} all see the same"
+            works = "mask=window window=[127,0], mask=chunked chunk=8k, or model.full_every=null, would work"
+            raise RequestError(f"model.full_every={every}", rule, works)
+        return mask.unlimited
+
+    def times_executed(self, phase: str, attention: int = 0) -> Mapping[str, int]:
         """Each layer's plan once a turn; the forward's again in the backward if a whole layer is recomputed."""
-        times = self.turns * self.model.layers
+        times = self.turns * self.model.layers_by_attention[attention]
         again = {"forward": times} if self.training.recompute == "full" else {}
         return {"forward": {"forward": times}, "backward": again | {"backward": times}}.get(phase, {})
 
@@ -185,6 +213,7 @@ class Train(Workload):
             data_parallel=self.groups,
             turns=self.turns,
             linears=self.training.linears,
+            full_layers=self.model.layers_by_attention[0] if self.in_one_layout else None,
         )
 
     def costs(self, problem: Problem, device: DeviceCosts, crowding: float = 1.0) -> TrainingCosts:
@@ -211,7 +240,8 @@ class Train(Workload):
         if phase == UPDATE:
             return 0.0
         dense = self.share.dense_flops(problem) * (1 if phase == "forward" else DENSE_BACKWARD)
-        return self.turns * (dense + self.model.layers * account.model_flops(problem, phase))
+        layers = zip(self.model.layers_by_attention, self.attentions(problem), strict=True)
+        return self.turns * (dense + sum(count * account.model_flops(each, phase) for count, each in layers))
 
     def gate(self, spec: Spec, context: RankContext) -> GateErrors:
         """Errors of the loss and of every parameter's gradient of a narrow model against one process in fp64."""

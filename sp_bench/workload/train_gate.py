@@ -16,8 +16,8 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import Mask
 from sp_bench.plan.problem import Problem
 from sp_bench.run.engine import Saved
-from sp_bench.workload.attention_step import make_engine
-from sp_bench.workload.base import RankContext, Spec
+from sp_bench.workload.attention_step import make_engines
+from sp_bench.workload.base import PlannedAttention, RankContext, Spec
 from sp_bench.workload.exactness import relative_error, squared_norms
 from sp_bench.workload.gate import GateErrors
 from sp_bench.workload.trainer import Trainer, group_on
@@ -78,10 +78,11 @@ def gate(workload: Train, spec: Spec, context: RankContext) -> GateErrors:
     group = group_on(context.device) if problem.n > 1 else None
     given = model, small, workload.training, spec.seed, context.rank, context.device, group
     trainer = Trainer(*given, sharded=workload.sharded)
-    engine = make_engine(spec, small, context)
+    engines = make_engines(spec, _small(workload, spec, small), context)
     batch = trainer.batch(0)
-    trainer.loss(trainer.hidden(batch, engine), batch).backward()
-    engine.close()
+    trainer.loss(trainer.hidden(batch, *engines), batch).backward()
+    for engine in engines:
+        engine.close()
     context.alive()
     trainer.states.synchronize()
     context.alive()
@@ -89,6 +90,15 @@ def gate(workload: Train, spec: Spec, context: RankContext) -> GateErrors:
     if group is not None and group is not dist.group.WORLD:
         dist.destroy_process_group(group)
     return errors
+
+
+def _small(workload: Train, spec: Spec, problem: Problem) -> list[PlannedAttention]:
+    """The point's attentions on the gate's problem, all of the same tokens on each rank."""
+    short = zip(spec.attentions, workload.attentions(problem), strict=True)
+    return [
+        PlannedAttention(replace(one.problem, seqlen=problem.seqlen, mask=each.mask, layout=problem.layout), one.plans)
+        for one, each in short
+    ]
 
 
 def gate_tokens(problem: Problem, layers: int, device: str) -> int:
@@ -104,9 +114,11 @@ def whole(workload: Train, seed: int, problem: Problem, context: RankContext) ->
     """The same model on one process, in fp64 and with exact attention, after its backward."""
     alone = replace(problem.in_one_slice, n=1, dtype="float64", wire_dtype="", layout=LAYOUTS["contiguous"])
     trainer = Trainer(workload.model.small(), alone, workload.training, seed, 0, context.device, None)
-    attention = ExactAttention(alone.mask, context.rank, problem.n, context.alive)
+    attentions = [
+        ExactAttention(each.mask, context.rank, problem.n, context.alive) for each in workload.attentions(alone)
+    ]
     batch = trainer.batch(0)
-    trainer.loss(trainer.hidden(batch, attention), batch).backward()
+    trainer.loss(trainer.hidden(batch, *attentions), batch).backward()
     return trainer
 
 

@@ -17,7 +17,7 @@ from sp_bench.run.engine import Engine, Saved
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sms import SmShares
-from sp_bench.workload.attention_step import make_engine, parts_of
+from sp_bench.workload.attention_step import make_engines, parts_of
 from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.collectives import Call
 from sp_bench.workload.exact_rows import errors_of_rows, sampled
@@ -94,49 +94,53 @@ class TrainStep:
         self._states = self._trainer.states
         self._collectives = self._states.collectives
         self._calls: dict[str, list[Call]] = {}
-        engine = make_engine(spec, problem, context, timed=True)
-        assert isinstance(engine, Engine)
-        self._attention = MarkedEngine(engine, self._clock)
+        engines = make_engines(spec, spec.attentions, context, timed=True)
+        self._attentions = [MarkedEngine(engine, self._clock) for engine in engines]
         self._sent: Counter[tuple[str, ...]] = Counter()
         self._marks: dict[str, list[tuple[Any, Any]]] = {}
         self._found: dict[str, dict[str, float]] = {}
         self._pending: Callable[[], dict[str, float]] | None = None
         self._number = 0
         self._loss: Tensor | None = None
-        self._arbitrary_tensors: tuple[tuple[Tensor, ...], Saved] | None = None
+        self._arbitrary_tensors: tuple[tuple[Tensor, ...], list[Saved]] | None = None
         self._activation_bytes, self._attention_bytes = 0, 0
         self.losses: list[float] = []
 
     @property
+    def _engine(self) -> Engine:
+        """The engine of the first attention; all have one transport."""
+        return self._attentions[0].engine
+
+    @property
     def kernel_name(self) -> str:
         """The kernel of its attention blocks."""
-        return self._attention.engine.kernel_name
+        return self._engine.kernel_name
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on its kernels for a reader of its times."""
-        return self._attention.engine.notes
+        return self._engine.notes
 
     @property
     def communicators(self) -> tuple[str, ...]:
         """NCCL's communicators that its attention uses, in words."""
-        return self._attention.engine.transport.communicators
+        return self._engine.transport.communicators
 
     @property
     def outside_bytes(self) -> int:
         """Bytes of a GPU that its attention's buffers take outside of torch's allocator."""
-        return self._attention.engine.transport.outside_bytes
+        return self._engine.transport.outside_bytes
 
     @property
     def shares(self) -> SmShares | None:
         """The shares of the GPU that lanes and blocks take; None on a CPU."""
-        return self._attention.engine.shares
+        return self._engine.shares
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, ...]]:
         """Bytes sent so far by the attention, to gather parameters and to sum gradients."""
         sharded = self._collectives.sent if self._collectives else Counter()
-        return self._attention.engine.transport.sent_bytes + self._sent + sharded
+        return self._engine.transport.sent_bytes + self._sent + sharded
 
     def untimed(self) -> None:
         """Make the next batch."""
@@ -147,8 +151,10 @@ class TrainStep:
 
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase. Without transfers the optimizer gets no gradients, so that parameters stay equal."""
-        self._attention.action, self._attention.live = action, LiveBytes() if live else None
-        self._attention.marks, self._attention.readings, self._marks = [], [], {}
+        for attention in self._attentions:
+            attention.action, attention.live = action, LiveBytes() if live else None
+            attention.marks, attention.readings = [], []
+        self._marks = {}
         if self._collectives:
             self._collectives.begin(executed=action is not Action.COMPUTE)
         if action is Action.COMMUNICATION:
@@ -167,8 +173,9 @@ class TrainStep:
             if self._trainer.device.type == "cpu":
                 self._marks.setdefault("gradient_sync", []).extend(self._collectives.marks)
         self._pending = self._reading(phase)
-        if live and self._attention.live:
-            self._attention_bytes = max(self._attention_bytes, self._attention.live.peak)
+        if live:
+            peaks = (attention.live.peak for attention in self._attentions if attention.live)
+            self._attention_bytes = max(self._attention_bytes, *peaks)
             live.peak = sum(size for kind, size in self.memory().items() if kind != HOST)
 
     def parts(self, phase: str) -> Mapping[str, float]:
@@ -190,14 +197,16 @@ class TrainStep:
 
     def errors(self) -> GateErrors:
         """Errors of sampled rows of the last layer's attention, in one more forward and backward of the timed step."""
-        problem, context, watched = self._spec.problem, self._context, Watched()
-        self._attention.watched = watched
+        context, watched = self._context, Watched()
+        last = self._workload.model.attention_of(self._workload.model.layers - 1)
+        problem = self._spec.attentions[last].problem
+        self._attentions[last].watched = watched
         self.untimed()
         for phase in PHASES:
             context.alive()
             self.run(phase, Action.EVERYTHING)
         self._clock.synchronize()
-        self._attention.watched = None
+        self._attentions[last].watched = None
         (q, k, v, out), (dout, *gradients) = watched.of_queries, watched.gradients
         sample = sampled(problem, context.rank, self._spec.seed)
         found = sample.of(dict(zip(NAMES, (out, *gradients), strict=True)))
@@ -205,7 +214,8 @@ class TrainStep:
 
     def close(self) -> None:
         """Release the engine's threads and streams."""
-        self._attention.engine.close()
+        for attention in self._attentions:
+            attention.engine.close()
 
     def _forward(self, *, measured: bool) -> None:
         self._states.forget()
@@ -213,7 +223,7 @@ class TrainStep:
             self._trainer.offload.copied_bytes = 0
         kept = _Kept(self._trainer.network, self._states)
         with kept.watch() if measured else nullcontext():
-            hidden = self._trainer.hidden(self._batch, self._attention)
+            hidden = self._trainer.hidden(self._batch, *self._attentions)
             start = self._clock.mark()
             self._loss = self._trainer.loss(hidden, self._batch)
             self._marks["loss"] = [(start, self._clock.mark())]
@@ -249,28 +259,35 @@ class TrainStep:
         if self._collectives:
             self._collectives.again(self._calls[phase])
         (q, k, v, dout), saved = self._arbitrary()
-        for name, times in self._workload.times_executed(phase).items():
-            for _ in range(times):
-                if name == "forward":
-                    self._attention.forward(q, k, v)
-                else:
-                    self._attention.backward(dout, saved)
+        for index, attention in enumerate(self._attentions):
+            for name, times in self._workload.times_executed(phase, index).items():
+                for _ in range(times):
+                    if name == "forward":
+                        attention.forward(q, k, v)
+                    else:
+                        attention.backward(dout, saved[index])
 
-    def _arbitrary(self) -> tuple[tuple[Tensor, ...], Saved]:
-        """q, k, v and dout of the rank's shape, and what a forward keeps for the backward. All ranks must call it."""
+    def _arbitrary(self) -> tuple[tuple[Tensor, ...], list[Saved]]:
+        """q, k, v and dout of the rank's shape, and what the forward of each attention keeps for its backward. All
+        ranks must call it."""
         if self._arbitrary_tensors is None:
             problem, rank, device = self._spec.problem, self._trainer.rank, self._trainer.device
             heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
             shapes = [(problem.batch, problem.queries.tokens(rank), h, problem.head_dim) for h in heads]
             tensors = tuple(torch.zeros(s, dtype=getattr(torch, problem.dtype), device=device) for s in shapes)
             q, k, v, _ = tensors
-            self._arbitrary_tensors = tensors, self._attention.engine.forward(q, k, v)[1]
+            self._arbitrary_tensors = tensors, [each.engine.forward(q, k, v)[1] for each in self._attentions]
         return self._arbitrary_tensors
 
     def _reading(self, phase: str) -> Callable[[], dict[str, float]]:
         """A function that tells the times of the phase that has just been queued."""
-        marks = dict(self._marks) | ({"attention": self._attention.marks} if phase in PHASES else {})
-        readings, seconds = self._attention.readings, self._clock.seconds
+        marks = dict(self._marks)
+        if phase in PHASES:
+            marks["attention"] = [pair for each in self._attentions for pair in each.marks]
+            if len(self._attentions) > 1:
+                marks["full_attention"] = self._attentions[0].marks
+        readings = [reading for each in self._attentions for reading in each.readings]
+        seconds = self._clock.seconds
 
         def read() -> dict[str, float]:
             found = {name: sum(seconds(*pair) for pair in pairs) for name, pairs in marks.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -86,14 +87,17 @@ class Trainer:
         count = int((labels != IGNORED).sum())
         return Batch(whole[:, self._mine].to(self.device), labels[:, self._mine].to(self.device), count)
 
-    def hidden(self, batch: Batch, attention: Differentiable) -> Tensor:
-        """The hidden states of this rank's tokens: (B, S, M). What the backward needs goes to the host, if asked."""
+    def hidden(self, batch: Batch, *attentions: Differentiable) -> Tensor:
+        """The hidden states of this rank's tokens: (B, S, M). What the backward needs goes to the host, if asked.
+
+        There is one attention, or one for each kind of layers (Model.layers_by_attention).
+        """
         own = map(self.states.local, self.network.parameters())
         with self.offload.hooks(own) if self.offload else nullcontext():
             return self.network(
                 batch.inputs,
                 self.positions_S,
-                lambda q, k, v: attend(q, k, v, attention),
+                [partial(attend, engine=attention) for attention in attentions],
                 self.training.recompute,
                 batch.times_B,
             )
@@ -118,11 +122,11 @@ class Trainer:
         """The loss of the last batch, once it is summed."""
         return float(self.states.loss)
 
-    def step(self, number: int, attention: Differentiable) -> float:
+    def step(self, number: int, *attentions: Differentiable) -> float:
         """Train on batch `number`; return its loss. All ranks must call it."""
         self.states.forget()
         batch = self.batch(number)
-        self.loss(self.hidden(batch, attention), batch).backward()
+        self.loss(self.hidden(batch, *attentions), batch).backward()
         self.states.synchronize()
         self.update()
         return self.global_loss

@@ -6,7 +6,7 @@ the compute dtype is) and are cast where they are used. Sharded ones are gathere
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -200,14 +200,15 @@ class Transformer(nn.Module):
         self,
         inputs: Tensor,
         positions_S: Tensor,
-        attend: Attend,
+        attends: Sequence[Attend],
         recompute: Recompute,
         times_B: Tensor | None = None,
         text_BTM: Tensor | None = None,
     ) -> Tensor:
         """The hidden states before the head, (B, S, M), of tokens (B, S) or patches (B, S, channels).
 
-        Text that is joint goes through the layers before the patches. `positions_S` and `attend` are for both then.
+        Each layer has one of the attentions `attends` (Model.attention_of). Text that is joint goes through the layers
+        before the patches. `positions_S` and attentions are for both then.
         """
         found = self.embed(inputs if times_B is None else inputs.to(self.compute_dtype))
         x_BSM, time_BM = found.to(self.compute_dtype), None if times_B is None else self._time(times_B)
@@ -217,7 +218,8 @@ class Transformer(nn.Module):
         if time_BM is not None and self.model.modulation == "shared":
             of_layers = self.modulations(F.silu(time_BM))
         rotary_2S1D = rotary(positions_S, self.problem.head_dim, self.model.rope_theta, self.wide)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            attend = attends[self.model.attention_of(number)]
             x_BSM = layer(x_BSM, rotary_2S1D, of_layers, attend, recompute, crossed)
         x_BSM = x_BSM[:, joint:]
         if time_BM is None:

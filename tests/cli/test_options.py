@@ -15,13 +15,13 @@ from sp_bench.resources import CONF
 from sp_bench.slurm.settings import Settings
 
 COUNTS = {
-    "config": 56,
+    "config": 57,
     "data": 8,
     "implementation": 7,
     "kernel": 1,
     "logger": 5,
     "method": 23,
-    "model": 9,
+    "model": 10,
     "slurm": 15,
 }
 """Keys of config.yaml and, of each group, the different keys that its choices have. Not clusters: those are figures."""

@@ -125,7 +125,7 @@ def test_work_is_even_and_tokens_are_equal(gpus: int, seed: int) -> None:
     for u in (1, 8):
         problem = dealt(build("group_cast", {"ulysses": u, "stages": 1}), pack, gpus, pack.seqlen)
         plan = build("group_cast", {"ulysses": u, "stages": 1}).plan(problem, "forward", COMPUTE_BOUND)
-        assert account.work_imbalance([(plan, problem)]) <= 1.05
+        assert account.work_imbalance([(1, plan, problem)]) <= 1.05
         assert np.ptp(problem.layout.chunk_tokens(np.arange(gpus // u), gpus // u, pack.seqlen)) <= 16
 
 

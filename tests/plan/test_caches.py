@@ -21,10 +21,12 @@ METHODS = sorted(method.name for method in REGISTRY.values() if method.takes_cac
 
 @st.composite
 def problems(draw: st.DrawFn, most: int = 6) -> Problem:
-    """Sequences of any lengths on 1 to `most` ranks, each rank with some row and some key of each sequence."""
+    """Sequences of any lengths on 1 to `most` ranks, each rank with some key of each sequence, in runs or in pages."""
+    page = draw(st.sampled_from([None, None, 1, 3, 5]))
     n, new, share = draw(st.integers(1, most)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4, 8]))
-    lengths = draw(st.lists(st.integers(max(n, new), 40), min_size=1, max_size=6))
-    mask = Caches(tuple(lengths), new, share)
+    least = max(n, new, (n - 1) * (page or 0) + 1)
+    lengths = draw(st.lists(st.integers(least, 40), min_size=1, max_size=6))
+    mask = Caches(tuple(lengths), new, share, page)
     kv_heads = draw(st.integers(1, 3))
     shape = {"seqlen": mask.seqlen, "kv_seqlen": mask.kv_seqlen, "heads": kv_heads, "kv_heads": kv_heads}
     return Problem(n=n, **shape, head_dim=8, mask=mask, dtype="float32", layout=mask.layout("auto"))
@@ -70,7 +72,19 @@ def test_every_key_is_dealt_once(problem: Problem) -> None:
     dealt = [i for rank in range(problem.n) for i in indices(problem.keys.positions(rank))]
     assert sorted(dealt) == list(range(problem.keys.seqlen))
     counts = [int(problem.keys.tokens(rank)) for rank in range(problem.n)]
-    assert max(counts) - min(counts) <= len(problem.mask.lengths)  # pyright: ignore[reportAttributeAccessIssue]
+    mask = problem.mask
+    assert isinstance(mask, Caches)
+    assert max(counts) - min(counts) <= len(mask.lengths) * (mask.page or 1)
+    if mask.page:
+        pages = [problem.keys.positions(rank) for rank in range(problem.n)]
+        assert max(map(len, pages)) * mask.page == mask.capacity(problem.n)
+        before = np.cumsum([0, *mask.lengths])
+        for rank, of_rank in enumerate(pages):
+            starts = np.array([run.start for run in of_rank])
+            sequence = np.searchsorted(before, starts, side="right") - 1
+            assert ((starts - before[sequence]) // mask.page % problem.n == rank).all()
+    else:
+        assert max(counts) == mask.capacity(problem.n)
 
 
 @settings(max_examples=50)

@@ -33,7 +33,7 @@ from sp_bench.plan import (
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.ops import Collective, GroupCast, RowCollective, Transfer
+from sp_bench.plan.ops import Collective, GroupCast, RowCollective, Transfer, TreeReduce
 from sp_bench.plan.tensors import KV, O, Q
 from sp_bench.plan.transfers import messages, peers, rows_sent
 from tests.support.problems import all_methods, small_problem, splittable_problem
@@ -212,6 +212,12 @@ def received(op: Transfer, problem: Problem) -> np.ndarray:
                 other = int(op.group.member(rank, u if cast else -u))
                 reader, owner = (rank, other) if cast else (other, rank)
                 sent[other, rank] = dense_keys(problem, reader, owner) * row_bytes(op, problem)
+        elif isinstance(op, TreeReduce):
+            for level, of_each in zip(op.levels, (op.levels[1].size, 1), strict=True):
+                for distance in (2**k for k in range((level.size - 1).bit_length())):
+                    owners = sum(ahead + distance < level.size for ahead in range(distance))
+                    size = owners * of_each * problem.chunk_bytes(op.tensor, wire=True)
+                    sent[level.member(rank, -distance), rank] += size
         elif isinstance(op, Collective):
             others = [op.group.member(rank, shift) for shift in range(1, op.group.size)]
             sent[others, rank] = problem.chunk_bytes(op.tensor, wire=True)

@@ -48,6 +48,8 @@ def test_documents_are_sequences_of_their_own_lengths() -> None:
         ("kv_heads=3", "kv_heads=3: must divide heads=32 .* 8, 16, 32 would work"),
         ("kv_seqlen=7", "a cache of 7 keys: each of gpus=8 ranks .*; 8 keys or more"),
         ("seqlen=4 kv_seqlen=2", "sequence 0 with 2 keys: .* 4 new tokens"),
+        ("decode.page_tokens=32k", "decode.page_tokens=32768: each of gpus=8 ranks has a page .*; 229377 keys or more"),
+        ("decode.page_tokens=0", "decode.page_tokens=0: must be"),
         ("decode.tensor_parallel=3", "decode.tensor_parallel=3: must divide gpus=8"),
         ("decode.tensor_parallel=0", "decode.tensor_parallel=0: must be a whole number of at least 1"),
         ("decode.latent=true", "decode.latent=true, kv_heads=8: all query heads share .* kv_heads=1 would work"),
@@ -81,7 +83,7 @@ def test_what_only_simulations_have() -> None:
         point(*SMALL, "gpus=2", "method=helix", "decode.tensor_parallel=2", "mode=measure")
 
 
-@pytest.mark.parametrize("method", ["helix", "dcp", "pass_q"])
+@pytest.mark.parametrize("method", ["helix", "dcp", "pass_q", "tree"])
 def test_a_simulated_step(method: str) -> None:
     request = point(*STEP, f"method={method}")
     record, choice = simulate_point(request)
@@ -92,7 +94,7 @@ def test_a_simulated_step(method: str) -> None:
     assert record.step_ms_median and record.tokens_per_s == pytest.approx(16 / record.step_ms_median * 1e3)
     # No step is faster than its cache is read.
     assert record.step_ms_median > 1e3 * cache_bytes / request.cluster.device.memory_bytes_per_s
-    assert choice.problem.queries_everywhere == (method == "helix")
+    assert choice.problem.queries_everywhere == (method in ("helix", "tree"))
 
 
 def test_helix_sends_half_and_is_not_slower_than_dcp() -> None:
@@ -131,10 +133,27 @@ def test_heads_shared_by_gpus() -> None:
     assert shared.comm_bytes_per_gpu / whole.comm_bytes_per_gpu == pytest.approx(3 / 4 / 2 / (7 / 8))
 
 
+def test_caches_of_pages_are_rounded_up() -> None:
+    """A rank has whole pages, and what is left in the last ones is held but not read."""
+    lengths = ("mask=document", "data=lengths", "data.lengths=[100k,20001,8k]", "kv_seqlen=130593", "batch=1")
+    runs, pages = (point(*STEP, *lengths, "method=helix", *more) for more in ((), ("decode.page_tokens=1k",)))
+    runs, pages = simulate_point(runs)[0], simulate_point(pages)[0]
+    of_key = 8 * 2 * 128 * 2
+    assert runs.cache_bytes == (12800 + 2501 + 1024) * of_key and runs.cache_page_tokens is None
+    assert pages.cache_bytes == 1024 * (13 + 3 + 1) * of_key and pages.cache_page_tokens == 1024
+    assert pages.work_imbalance > runs.work_imbalance
+    assert runs.compute_ms < pages.compute_ms < 17 / 16 * runs.compute_ms
+    assert pages.comm_bytes_per_gpu == runs.comm_bytes_per_gpu
+
+
 LATENT = ("kv_heads=1", "v_head_dim=8", "decode.latent=true")
+PAGES = ("decode.page_tokens=8",)
 
 
-@pytest.mark.parametrize(("method", "more"), [("helix", ()), ("dcp", ()), ("pass_q", ()), ("helix", LATENT)])
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [*((name, ()) for name in ("helix", "dcp", "pass_q", "tree")), ("helix", LATENT), ("helix", PAGES)],
+)
 def test_a_measured_step(method: str, more: tuple[str, ...], tmp_path: Path) -> None:
     overrides = (*SMALL, "gpus=2", "batch=3", "seqlen=2", "kv_seqlen=65", f"method={method}", "dtype=float32", *more)
     (outcome,) = run_points([point(*overrides)], folder=tmp_path, reuse=False)

@@ -77,7 +77,7 @@ def test_a_sweep_that_is_larger_than_the_card_is_measured_in_packs(
     sweep: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = Card(80e9)
-    sizes = [measured._least_bytes(point, measured.choose_chunks(point)) for point in sweep]
+    sizes = [measured._least_bytes(point, measured.choose_attentions(point)) for point in sweep]
     assert max(sizes) < USABLE * 80e9 < sum(sizes)
     outcomes = run(card, sweep, monkeypatch)
     assert [outcome.record.status for outcome in outcomes] == ["ok"] * 3
@@ -91,7 +91,7 @@ def test_what_runs_out_of_memory_beside_others_is_tried_alone(
     sweep: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels take more than the plans say; then a point alone decides."""
-    sizes = [measured._least_bytes(point, measured.choose_chunks(point)) for point in sweep]
+    sizes = [measured._least_bytes(point, measured.choose_attentions(point)) for point in sweep]
     beside = Card(80e9, more=min(80e9 / max(sizes), 1.3))
     assert [o.record.status for o in run(beside, sweep, monkeypatch)] == ["ok"] * 3
     small = Card(max(sizes) * 0.99)

@@ -14,6 +14,7 @@ from sp_bench.methods import build
 from sp_bench.plan.caches import Caches
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.problem import Problem
+from sp_bench.run.caches import in_pages
 from sp_bench.run.engine import Engine
 from sp_bench.run.nccl import transport_for
 from sp_bench.run.sharding import owned
@@ -34,13 +35,14 @@ class Case(NamedTuple):
     latent: bool = False
     dtype: str = "float32"
     options: tuple[tuple[str, object], ...] = ()
+    page: int | None = None
 
     @property
     def problem(self) -> Problem:
         """Its attention: query heads of a key head are rows."""
-        mask = Caches(self.lengths, self.new, self.heads // self.kv_heads)
+        mask = Caches(self.lengths, self.new, self.heads // self.kv_heads, self.page)
         shape = {"seqlen": mask.seqlen, "kv_seqlen": mask.kv_seqlen, "heads": self.kv_heads, "kv_heads": self.kv_heads}
-        widths = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim, "latent": self.latent}
+        widths = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim, "absorbed": self.latent}
         return Problem(n=self.n, **shape, **widths, mask=mask, dtype=self.dtype, layout=mask.layout("auto"))
 
 
@@ -75,7 +77,7 @@ def _error(case: Case, group) -> Error:
     engine = Engine(plans, problem, "auto", torch.device("cpu"), rank=rank, transport=transport)
     given = q if problem.queries_everywhere else q[:, rows]
     for _ in range(2):  # the second one uses the same buffers
-        out, _ = engine.forward(given.clone(), k[:, keys].clone(), v[:, keys].clone())
+        out, _ = engine.forward(given.clone(), *in_pages(problem, rank, k[:, keys].clone(), v[:, keys].clone()))
     sent = sum(engine.transport.sent_bytes.values())
     engine.close()
     values = k[..., : problem.value_dim] if case.latent else v

@@ -40,6 +40,7 @@ def others(n: int) -> list[Case]:
         for inner in divisors(n)
         for method in ("double_ring", "burst_attention")
     ]
+    cases += [Case(n=n, method="tree", options=(("inner", inner),)) for inner in divisors(n)[:-1] or [1]]
     cases += [Case(n=n, method="tokenring", options=(("nodes", nodes),)) for nodes in divisors(n)]
     cases += [Case(n=n, method="startrail", options=(("team", c),)) for c in divisors(n) if n % c**2 == 0]
     cases += [Case(n=n, method="ulysses", heads=n)]

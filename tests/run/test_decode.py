@@ -50,6 +50,29 @@ def test_collectives(ranks: Ranks, form: str) -> None:
     assert_exact(ranks, [Case(4, name, (33, 8, 50), options=options) for name in ("dcp", "helix")])
 
 
+@pytest.mark.parametrize("n", [6, *map(exhaustive, (4, 8))])
+def test_trees_of_two_levels(ranks: Ranks, n: int) -> None:
+    """Of groups of any size that divides n: neither needs to be a power of two."""
+    wanted = [
+        Case(n, "tree", lengths, new, 8, 2, dtype=dtype, options=(("inner", inner),))
+        for inner in (inner for inner in range(1, n) if n % inner == 0)
+        for lengths, new, dtype in (((33, 9, 50), 1, "float64"), ((71,), 3, "bfloat16"))
+    ]
+    assert_exact(ranks, wanted)
+
+
+@pytest.mark.parametrize("n", [2, 3, *map(exhaustive, (1, 4, 8))])
+def test_caches_in_pages(ranks: Ranks, n: int) -> None:
+    """Pools have NaN where no key is, and pages in any order. New tokens may be on several ranks."""
+    draw, wanted = random.Random(n), []
+    for i, name in enumerate(METHODS):
+        page, new = (1, 4, 7)[i % 3], (1, 3)[i % 2]
+        lengths = tuple(draw.randint((n - 1) * page + max(new, 1), 90) for _ in range(3))
+        wanted += [Case(n, name, lengths, new, page=page), Case(n, name, (60, 60), 1, 8, 1, page=page)]
+    latent = {"heads": 8, "kv_heads": 1, "head_dim": 24, "v_head_dim": 16, "latent": True}
+    assert_exact(ranks, [*wanted, Case(n, "helix", (33, 50), page=4, **latent)])
+
+
 def test_latent_keys(ranks: Ranks) -> None:
     """Values are a part of the keys, and no tensor of their own."""
     shape = {"heads": 8, "kv_heads": 1, "head_dim": 24, "v_head_dim": 16, "latent": True}

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 
 from sp_bench.measure.pool import report
-from sp_bench.peers.engine import PeerEngine
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.nccl import transport_for
 from sp_bench.workload import Denoise, RankContext, Spec, Train
-from sp_bench.workload.attention_step import make_engine
+from sp_bench.workload.attention_step import make_engine, make_engines
 from sp_bench.workload.denoiser import Denoiser
 from sp_bench.workload.dit_gate import Seen
 from sp_bench.workload.prefill_step import PrefillStep
@@ -44,25 +43,27 @@ def alone(spec: Spec) -> Spec:
     return replace(spec, workload=replace(cast("Train", spec.workload), sharded=False), problem=whole, plans={})
 
 
-def _prepared(specs: Sequence[Spec]) -> Iterator[tuple[Spec, Trainer, Engine | PeerEngine]]:
-    """Each point that this rank takes part in, with its trainer and engine."""
+def _prepared(specs: Sequence[Spec]) -> Iterator[tuple[Spec, Trainer, list[Engine]]]:
+    """Each point that this rank takes part in, with its trainer and the engines of its attentions."""
     for spec in specs:
         if group := group_of(spec.problem.n, spec.problem):
-            engine = make_engine(spec, spec.problem, context_of(group, dist.get_rank()))
-            yield spec, trainer_of(spec, dist.get_rank(), group), engine
+            engines = make_engines(spec, spec.attentions, context_of(group, dist.get_rank()))
+            yield spec, trainer_of(spec, dist.get_rank(), group), engines
 
 
 def gradient_errors(specs: Sequence[Spec]) -> list[dict[str, float]]:
     """For each: the relative error of each parameter's gradient, and of the loss, against one process in fp64."""
     found = []
-    for spec, trainer, engine in _prepared(specs):
+    for spec, trainer, engines in _prepared(specs):
         batch = trainer.batch(0)
-        trainer.loss(trainer.hidden(batch, engine), batch).backward()
-        engine.close()
+        trainer.loss(trainer.hidden(batch, *engines), batch).backward()
+        for engine in engines:
+            engine.close()
         trainer.states.synchronize()
         one = trainer_of(alone(spec), 0)
         whole = one.batch(0)
-        one.loss(one.hidden(whole, ExactAttention(one.problem.mask)), whole).backward()
+        exact = [ExactAttention(each.mask) for each in spec.workload.attentions(one.problem)]
+        one.loss(one.hidden(whole, *exact), whole).backward()
         errors = compared(trainer, one)
         found.append({**errors.worst_head, **errors.overall})
     return found
@@ -71,12 +72,13 @@ def gradient_errors(specs: Sequence[Spec]) -> list[dict[str, float]]:
 def losses(specs: Sequence[Spec], steps: int) -> list[list[float]]:
     """For each: the loss at each step of training."""
     found = []
-    for _, trainer, engine in _prepared(specs):
+    for _, trainer, engines in _prepared(specs):
         found.append([])
         for number in range(steps):
             report(f"step {number}")
-            found[-1].append(trainer.step(number, engine))
-        engine.close()
+            found[-1].append(trainer.step(number, *engines))
+        for engine in engines:
+            engine.close()
     return found
 
 
@@ -106,7 +108,7 @@ def prompt_errors(specs: Sequence[Spec]) -> list[float]:
 
 def _in_order(spec: Spec, by_rank: Sequence) -> Iterator[list[torch.Tensor]]:
     """Each chunk's q, k, v and out of all ranks, their tokens in the order of positions."""
-    for index, chunk in enumerate(spec.chunks):
+    for index, chunk in enumerate(spec.attentions):
         shards = chunk.problem.queries
         places = [place for rank in range(shards.n) for run in shards.positions(rank) for place in run]
         order = torch.tensor(places).argsort()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sp_bench.cli.compose import Composer
 from sp_bench.methods import REGISTRY
 from sp_bench.point import Request, resolve
-from sp_bench.point.choose import choose, choose_chunks
+from sp_bench.point.choose import choose_attentions
 from sp_bench.point.measured import spec_of
 from sp_bench.workload import Spec
 
@@ -23,10 +23,10 @@ def point(*overrides: str) -> Request:
 def training(*overrides: str) -> Spec:
     """The part of such a point that ranks get, with the plans of the chosen variant."""
     request = point(*overrides)
-    return spec_of(request, choose(request))
+    return spec_of(request, choose_attentions(request))
 
 
 def prompting(*overrides: str) -> Spec:
     """The same of workload=prefill, with the plans of each chunk."""
     request = point("model=none", "workload=prefill", "head_dim=16", *overrides)
-    return spec_of(request, choose_chunks(request))
+    return spec_of(request, choose_attentions(request))

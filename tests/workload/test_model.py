@@ -35,10 +35,13 @@ def test_parameters_are_those_of_the_module(name: str) -> None:
         ("qwen3_8b", 8.19),
         ("llama3_70b", 70.6),
         ("dit_xl", 0.67),
+        ("gemma3_27b", 28.4),
+        ("gpt_oss_20b", 4.18),
     ],
 )
 def test_published_sizes(name: str, billions: float) -> None:
-    """Llama 7B: 6.7B (table 2 of its paper). Llama 3 8B: 8.03B. DiT-XL: 675M (table 1 of its paper)."""
+    """Llama 7B: 6.7B (table 2 of its paper). Llama 3 8B: 8.03B. DiT-XL: 675M (table 1 of its paper). Gemma 3 27B: 25.6B
+    and an embedding of 1.4B, which is there twice. gpt-oss-20b: 3.6B active, which count one of both of 0.58B."""
     request = point(f"model={name}", *SIMULATED)
     assert request.workload.model.parameters(request.problem) / 1e9 == pytest.approx(billions, rel=0.02)
 

@@ -46,7 +46,7 @@ def test_each_chunk_finds_the_cache_as_the_ones_before_left_it(
     prompt = prompt_of(whole * chunk + last, n, layout, cached * n)
     assume(last == 0 or last % chunk == 0 or last % chunk >= 2 * n)  # a token in each piece of the last chunk
     workload.refuse(prompt, "simulate", None)
-    chunks = workload.chunks(prompt)
+    chunks = workload.attentions(prompt)
     assert sum(one.seqlen for one in chunks) == prompt.seqlen and chunks[-1].keys.seqlen == prompt.keys.seqlen
     held = [cached] * n
     for one in chunks:

@@ -17,6 +17,13 @@ EXACT = 1e-10
 """Relative L2 error of the gradient of every parameter in fp64."""
 CURVE = 1e-5
 """Relative difference of the loss at each step in fp32."""
+TWO_KINDS = (
+    "method=ring mask=window window=[9,0] model.layers=3",
+    "method=mesh mask=chunked chunk=20 train.recompute=full model.layers=4",
+    "method=zigzag mask=document data=lengths data.lengths=[10,1,30,23] window=[6,0]",
+    "method=all_gather mask=window window=[4,3] model=tiny_dit",
+)
+"""Windows and chunks beside layers that see all."""
 OTHERS = (
     "method=ring train.recompute=none",
     "method=mesh train.recompute=full batch=2",
@@ -28,6 +35,7 @@ OTHERS = (
     "method=mesh train.parameters=sharded",
     "method=zigzag train.parameters=sharded train.recompute=none model.ffn=70",
     "method=ring train.parameters=sharded train.recompute=full model=tiny_dit batch=2",
+    *(f"{words} model.full_every=2" for words in TWO_KINDS),
 )
 """Properties that are not the same for all methods, with one of them."""
 
@@ -44,6 +52,21 @@ def assert_exact(ranks: Ranks, points: list[str]) -> None:
 @pytest.mark.parametrize("methods", [("ring", "ulysses", "mesh"), exhaustive(METHODS)], ids=len)
 def test_gradients_of_every_parameter_with_every_method(ranks: Ranks, methods: tuple[str, ...]) -> None:
     assert_exact(ranks, [f"method={name}" for name in methods])
+
+
+@pytest.mark.parametrize("methods", [("usp", "group_cast"), exhaustive(METHODS)], ids=len)
+def test_gradients_of_layers_of_two_kinds_with_every_method(ranks: Ranks, methods: tuple[str, ...]) -> None:
+    words = "mask=window window=[9,0] model.full_every=2 model.layers=3"
+    assert_exact(ranks, [f"method={name} {words}" for name in methods])
+
+
+def test_a_layer_of_the_wrong_kind_shows(ranks: Ranks) -> None:
+    """With the attentions of the two kinds exchanged, no gradient but a few is right."""
+    spec = training("gpus=2", "method=ring", *"mask=window window=[9,0] model.full_every=2".split())
+    wrong = replace(spec, attentions=spec.attentions[::-1])
+    right, found = ranks.run(jobs.gradient_errors, [spec, wrong])[0]
+    assert right["gradient"] < EXACT
+    assert found["gradient"] > 1e-3
 
 
 @pytest.mark.long

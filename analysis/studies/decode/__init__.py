@@ -10,7 +10,7 @@ from sp_bench.cli.words import tokens
 from sp_bench.point.backing import TELLING
 from sp_bench.records import Record
 
-METHODS = ("helix", "dcp", "pass_q")
+METHODS = ("helix", "tree", "dcp", "pass_q")
 CLUSTER = "h100_ndr400"
 GPUS = (8, 64)
 CACHES = (2**10, 2**13, 2**17, 2**20)
