@@ -61,7 +61,7 @@ class DeviceSection(Section, frozen=True, kw_only=True):
     host_bytes_per_s: Annotated[Positive, figure(1e9, 1e12, "bytes/s from a GPU to its host")] | None = None
     """Bytes/s of copies to pinned memory of the host, or from it, of each GPU while all copy; None: not known."""
     caches: CacheReads | None = None
-    """What a decode step's kernel calls took by the bytes that they read; None: they read at memory_bytes_per_s."""
+    """Seconds of a decode step's kernel calls by the bytes that they read; None: they read at memory_bytes_per_s."""
     transfer_slowdown: Annotated[NotNegative, figure(0, 3, "times a kernel's time beside transfers, in addition")] = 0.0
 
     def __post_init__(self) -> None:

@@ -166,7 +166,7 @@ class Problem:
     def width(self, field: Field) -> int:
         """Elements of a head of a field; none of values that are part of keys."""
         if field.of_keys and (self.absorbed or self.latent_dim):
-            of_keys = self.head_dim if self.absorbed else self.latent_dim + self.rope_dim
+            of_keys = (self.latent_dim or 0) + (self.rope_dim or 0) if self.latent_dim else self.head_dim
             return 0 if field.of_values else of_keys
         return self.value_dim if field.of_values else self.head_dim
 

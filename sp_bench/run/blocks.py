@@ -62,6 +62,8 @@ class Blocks:
         """With `latents`, chunks of keys are those that a block makes its keys and values of."""
         self._problem, self._rank, self._kernel, self._sums, self._device = problem, rank, kernel, sums, device
         self._latents = latents
+        self._running: Execution | None = None
+        """The execution whose blocks make keys of latents now."""
         self._windows: Callable[[Place, Place], list[Window]] = cache(self._find_windows)
         self._released = row_sums_released(plan)
 
@@ -88,6 +90,7 @@ class Blocks:
         def do_and_see(run: Execution) -> None:
             self._running = run
             do(run)
+            self._running = None
 
         return do_and_see
 
@@ -96,7 +99,12 @@ class Blocks:
         if self._latents is None:
             return self._kernel
         heads = self._heads(queries)(torch.arange(self._problem.heads))
-        return Expanding(self._kernel, self._latents, heads, lambda *x: self._running.see(*x))
+
+        def see(*tensors: Tensor) -> None:
+            assert self._running is not None, "blocks are called by one"
+            self._running.see(*tensors)
+
+        return Expanding(self._kernel, self._latents, heads, see)
 
     def _bound(self, op: Op) -> Perform | None:
         match op:

@@ -33,8 +33,8 @@ class Latents:
     to_values: Tensor
     """(H, V, L)."""
     gradients: tuple[Tensor, Tensor] | None = None
-    """What this rank's blocks have added to their gradients, in the dtype of accumulators; None without a backward.
-    Whoever wants those of all tokens sums them over ranks, as those of other weights."""
+    """Their gradients by this rank's blocks, in the dtype of accumulators; None without a backward. Those of all
+    tokens are the sums over ranks, as of other weights."""
 
     @classmethod
     def random(cls, problem: Problem, seed: int, device: torch.device, *, backward: bool = True) -> Latents | None:
@@ -86,7 +86,7 @@ def folded(made: Tensor, shared: Tensor, dv: Tensor, matrices: Matrices) -> Tens
 
 
 def parts_of_keys(dk: Tensor, matrices: Matrices) -> tuple[Tensor, Tensor]:
-    """What is made of latents, and what heads share, of dk_BSHD."""
+    """(the elements made of latents, those that heads share) of dk_BSHD."""
     made_dim = matrices[0].shape[1]
     made, shared = dk.split([made_dim, dk.shape[3] - made_dim], dim=3)
     return made, shared

@@ -193,11 +193,8 @@ def _tflops(config: Mapping[str, Any]) -> tuple[float, Kind]:
     """TFLOP/s of each GPU, of the pairs that the mask leaves, and the kind of the point."""
     request = resolve(config)
     choice = choose(request)
-    flops = (
-        config["heads"]
-        * flops_per_pair(config["phase"], config["head_dim"], config["head_dim"])
-        * _work(request.problem.mask.lengths)
-    )  # pyright: ignore[reportAttributeAccessIssue]
+    pairs = _work(request.problem.mask.lengths)  # pyright: ignore[reportAttributeAccessIssue]
+    flops = config["heads"] * flops_per_pair(config["phase"], config["head_dim"], config["head_dim"]) * pairs
     return flops / config["gpus"] / choice.total_s / 1e12, kind_of(request, choice.plans.values())
 
 

@@ -282,7 +282,8 @@ class _Unit:
         """Make the keys and values of a query head, if they are made of latents, and move them to the device, but for
         very long ones."""
         if self._latents:
-            self._matrices = tuple(x.double().cpu() for x in self._latents.of(slice(head, head + 1)))
+            to_keys, to_values = (x.double().cpu() for x in self._latents.of(slice(head, head + 1)))
+            self._matrices = to_keys, to_values
             k, v = expanded(self._made_of[None, :, None].double(), self._matrices)
             self._k, self._v = k[0, :, 0], v[0, :, 0]
         if self._k.numel() <= HELD:
@@ -318,10 +319,10 @@ class _Unit:
         """Add rows of (dk, dv, their variances) of some keys to the sums, or those of the latents that they give."""
         dk, dv, of_dk, of_dv = rows
         if self._matrices:
-            squares = tuple(x.square() for x in self._matrices)
+            to_keys, to_values = self._matrices
             rounded = of_dk + dk.square(), of_dv + dv.square()  # before latents are made of them
             of_keys[0, some] += _folded(dk, dv, self._matrices)
-            of_keys[2, some] += _folded(*rounded, squares)
+            of_keys[2, some] += _folded(*rounded, (to_keys.square(), to_values.square()))
             return
         for total, x in zip(of_keys, (dk, dv, of_dk, of_dv), strict=True):
             total[some, : x.shape[1]] += x

@@ -1,4 +1,4 @@
-"""What travels of multi-head latent attention: keys and values of all heads, or the latents that they are made of."""
+"""Multi-head latent attention whose keys and values of all heads travel, or the latents that they are made of."""
 
 from __future__ import annotations
 
