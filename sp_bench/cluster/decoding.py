@@ -6,7 +6,7 @@ A cluster file may have the seconds that calls took by the bytes that they read:
       figures: published                      # published, measured, or assumed
       source: where they are from
       head_dim: 128                           # of the heads that were read
-      read_s: {2.1e+6: 4.5e-6, 8.4e+6: 6.3e-6}  # a launch apart; between points linear in logarithms
+      read_s: [[2.1e+6, 4.5e-6], [8.4e+6, 6.3e-6]]  # a launch apart; between points linear in logarithms
 
 A call reads the keys and values of every sequence once, for all of its rows, and takes as long as that or as its matrix
 products, whichever is longer. These are of tiles of rows, of which a sequence fills one or more. A long cache is cut
@@ -36,12 +36,19 @@ class CacheReads(Section, frozen=True, kw_only=True):
     figures: Literal["published", "measured", "assumed"]
     source: Any = None
     head_dim: Count
-    read_s: Annotated[dict[Positive, Annotated[Positive, figure(1e-7, 10, "seconds of a call")]], Meta(min_length=2)]
+    read_s: Annotated[
+        list[tuple[Positive, Annotated[Positive, figure(1e-7, 10, "seconds of a call")]]],
+        Meta(
+            min_length=2,
+            description="a list of [bytes, seconds], at least two",
+            examples=["[[1e6, 4e-6], [1e9, 3e-4]]"],
+        ),
+    ]
 
     def seconds(self, moved_bytes: np.ndarray) -> np.ndarray:
         """Seconds of calls by the bytes that they move: at least those of the smallest known, and beyond the largest at
         its rate; 0 of none."""
-        known = np.array(sorted(self.read_s.items()))
+        known = np.array(sorted(self.read_s))
         least, most = known[0], known[-1]
         inside = np.exp(np.interp(np.log(np.maximum(moved_bytes, least[0])), *np.log(known).T))
         return np.where(moved_bytes > 0, np.maximum(inside, moved_bytes * most[1] / most[0]), 0.0)

@@ -449,7 +449,7 @@ class TrainingStep:
     """How often a rank computes forward and backward in a step, whose gradients are added up."""
     text: Annotated[str | None, Setting("text")] = None
     """How text that all ranks hold enters a denoising step: joint or cross (workload.model)."""
-    text_tokens: Annotated[int | None, Setting("text", words="tokens")] = None
+    text_tokens: Annotated[int | None, Setting("text tokens", words="tokens")] = None
     """Its tokens, which seqlen doesn't count."""
     linears: Annotated[str | None, Setting()] = None
     """The dtype of a layer's matrix products: compute (that of the activations) or float8."""
