@@ -35,7 +35,7 @@ class CacheReads(Section, frozen=True, kw_only=True):
 
     figures: Literal["published", "measured", "assumed"]
     source: Any = None
-    head_dim: Count
+    head_dim: Annotated[Count, figure(8, 1024, "elements of a head")]
     read_s: Annotated[
         list[tuple[Positive, Annotated[Positive, figure(1e-7, 10, "seconds of a call")]]],
         Meta(
