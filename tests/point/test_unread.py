@@ -32,7 +32,7 @@ OTHERWISE: dict[str, str] = {
     "stragglers.ranks": "{1: 2}", "stragglers.links": "{port: {0: 0.5}}", "stragglers.jitter": "0.2", "iters": "3",
     "warmup": "1", "verify": "false", "parts": "false", "timeout_s": "5", "seed": "4", "window": "[9,0]", "chunk": "64",
     "mode": "alone", "workload": "train", "kernel.sm_margin": "8", "decode.tensor_parallel": "2",
-    "decode.latent": "true",
+    "decode.latent": "true", "decode.page_tokens": "16",
     "sinks": "true", "prefill.chunk": "256", "prefill.cached": "512", "prefill.tensor_parallel": "2",
 }  # fmt: skip
 """Another valid value of each key of conf/config.yaml, and of the one of conf/kernel."""

@@ -120,12 +120,14 @@ class Overwriting(Expecting):
         super().__init__()
         self.undone: dict[int, list[int]] = {}
         """By lane, the numbers of the transfers that are to come."""
+        self.last: Turn | None = None
+        """That of the exchange before."""
         self.beside = 0
         """How many were expected beside the transfer before."""
 
     def begin(self, plan: Plan) -> None:
         lanes = [[i for i, op in plan if op.stream == lane] for lane in plan.lanes]
-        self.undone = dict(enumerate(lanes))
+        self.undone, self.last = dict(enumerate(lanes)), None
 
     def prepost(self, turn: Turn, receives: Sequence[Message]) -> None:
         place = self.undone[turn.lane].index(turn.number)
@@ -143,8 +145,9 @@ class Overwriting(Expecting):
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
         super().exchange(turn, receives, sends, counted_as)
-        if receives:
+        if receives and turn != self.last:  # a tree's rounds are exchanges of one turn
             assert self.undone[turn.lane].pop(0) == turn.number
+            self.last = turn
 
     def collective(self, turn: Turn, call: Call) -> None:
         super().collective(turn, call)
