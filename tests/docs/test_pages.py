@@ -54,6 +54,7 @@ FROM_REGISTRIES = (
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_guides_in_a_checkout_of_their_own(tmp_path: Path, environment: dict[str, str]) -> None:
     """Guides lead to something complete: no list that they don't name lacks the new ones."""
     checkout = tmp_path / "checkout"
