@@ -62,7 +62,7 @@ def run(text: str, folder: Path, environment: Mapping[str, str]) -> int:
         command, _, shown = re.sub(r"\\\n\s*", "", block).partition("\n")
         line = re.sub(r"^(python|pytest)\b", lambda word: WORDS[word[0]], command.strip())
         done = subprocess.run(
-            ["bash", "-c", line], cwd=folder, env=dict(environment), capture_output=True, text=True, timeout=240
+            ["bash", "-c", line], cwd=folder, env=dict(environment), capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         for wanted in filter(None, map(words, shown.splitlines())):
