@@ -13,7 +13,7 @@ from sp_bench.analysis.frames import named
 from sp_bench.analysis.number import RECORD_KINDS
 from sp_bench.cli.words import lengths, shape
 from sp_bench.errors import RequestError
-from sp_bench.point.given import NOT_IN_THE_RESULT
+from sp_bench.point.given import NOT_IN_THE_RESULT, SHAPE
 from sp_bench.records import Record
 from sp_bench.records.gather import gather
 from sp_bench.records.provenance import git
@@ -21,8 +21,7 @@ from sp_bench.resources import ROOT
 
 HOW_OFTEN = ("iters", "warmup")
 """Keys that change the precision of a result, not its value."""
-ATTENTION = ("seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "latent_dim", "rope_dim")
-ATTENTION += ("causal", "phase")
+ATTENTION = (*SHAPE, "causal", "phase")
 """Fields that two single records must share to be comparable."""
 
 

@@ -28,6 +28,8 @@ from sp_bench.reading import Count, Positive, Section, figure
 
 KERNELS = 2
 """Launches of a call: one for the parts of caches, one that puts them together."""
+ROWS_OF_A_TILE = 64
+"""Rows that a kernel for decoding multiplies at once, filled or not: those of Hopper's matrix instructions."""
 
 
 class CacheReads(Section, frozen=True, kw_only=True):
@@ -52,10 +54,6 @@ class CacheReads(Section, frozen=True, kw_only=True):
         least, most = known[0], known[-1]
         inside = np.exp(np.interp(np.log(np.maximum(moved_bytes, least[0])), *np.log(known).T))
         return np.where(moved_bytes > 0, np.maximum(inside, moved_bytes * most[1] / most[0]), 0.0)
-
-
-ROWS_OF_A_TILE = 64
-"""Rows that a kernel for decoding multiplies at once, filled or not: those of Hopper's matrix instructions."""
 
 
 def work(problem: Problem, queries: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,7 @@ from sp_bench.cluster.variable import Kernel, blocks_s, joined_s
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.intervals import Sizes
-from sp_bench.plan.problem import DTYPE_BYTES, Problem
+from sp_bench.plan.problem import DTYPE_BYTES, Problem, flops_per_pair
 from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.plan.tensors import Kind, Tensor
 from sp_bench.reading import Count, NotNegative, Positive, Section, figure, read
@@ -307,8 +307,12 @@ class DeviceCosts:
 
     def _kernel(self, problem: Problem, phase: str) -> Kernel:
         batch_heads = problem.batch * problem.block_heads
-        table = self._table(problem)
-        return Kernel(table, phase, batch_heads, table.flops_per_pair(problem, phase), problem.dtype)
+        return Kernel(self._table(problem), phase, batch_heads, self._flops_per_pair(problem, phase), problem.dtype)
+
+    def _flops_per_pair(self, problem: Problem, phase: str) -> int:
+        """FLOPs of a (query, key) pair of a head as rates count them: of values as wide as the kernel computes them,
+        and without the padding of keys."""
+        return flops_per_pair(phase, problem.head_dim, self._table(problem).v_head_dim or problem.head_dim)
 
     def fold_s(
         self,
@@ -393,8 +397,7 @@ class DeviceCosts:
         full, batch_heads = region.kind is RegionKind.FULL, problem.batch * problem.block_heads
         # A kernel works on tiles of rows: STRICT, which is one row less, takes as long as CAUSAL.
         pairs = region.pairs if full else region._replace(kind=RegionKind.CAUSAL).pairs
-        table = self._table(problem)
-        flops_per_s = table.flops_per_s(
+        flops_per_s = self._table(problem).flops_per_s(
             phase,
             "full" if full else "causal",
             len(region.q),
@@ -402,7 +405,7 @@ class DeviceCosts:
             batch_heads=batch_heads,
             dtype=problem.dtype,
         )
-        block_s = self.launch_s + batch_heads * table.flops_per_pair(problem, phase) * pairs / flops_per_s
+        block_s = self.launch_s + batch_heads * self._flops_per_pair(problem, phase) * pairs / flops_per_s
         return block_s + self.keys_s(problem, phase, len(region.kv))
 
     def keys_s(self, problem: Problem, phase: str, tokens):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sp_bench.cluster.kernel_table import KernelTable
-from sp_bench.plan.problem import Problem, flops_per_pair
+from sp_bench.plan.problem import Problem
 
 FLASH_ATTENTION_2 = (32, 64, 96, 128, 192, 256)
 BUILT = {
@@ -61,10 +61,6 @@ class Padded:
     def variable_least_s(self) -> Mapping[str, float]:
         """As of the kernel's first figures (KernelTable.variable_least_s)."""
         return self.tables[0].variable_least_s
-
-    def flops_per_pair(self, problem: Problem, phase: str) -> int:
-        """FLOPs of a (query, key) pair of a head, counted without the padding of keys."""
-        return flops_per_pair(phase, problem.head_dim, problem.head_dim)
 
     def idle_blocks_s(self, phase: str, pieces, tokens, longest, batch_heads):
         """As of the kernel's first figures (KernelTable.idle_blocks_s)."""

@@ -52,7 +52,7 @@ from msgspec import Meta, field
 from sp_bench.cluster.waves import CausalOrder, Waves
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.problem import Problem, flops_per_pair
+from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Positive, Section, figure
 
 Block = Annotated[
@@ -234,10 +234,6 @@ class KernelTable:
         the width of keys, or of the one narrower width that it is built for."""
         takes = self.v_head_dim in (None, problem.value_dim)
         return problem.dtype in self.dtypes and problem.head_dim == self.head_dim and takes
-
-    def flops_per_pair(self, problem: Problem, phase: str) -> int:
-        """FLOPs of a (query, key) pair of a head that the kernel computes: values narrower than its own are padded."""
-        return flops_per_pair(phase, problem.head_dim, self.v_head_dim or problem.head_dim)
 
     def flops_per_s(
         self, phase: str, mask: str, q_tokens: int, kv_tokens: int, *, batch_heads: int, dtype: str

@@ -56,9 +56,8 @@ def fusible(problem: Problem) -> bool:
     """Whether blocks of different chunks are FULL rectangles, and chunks can lie side by side as one tensor."""
     layout, blocks, degree = problem.layout, problem.blocks, problem.layout.head_parallel
     chunks = problem.n // degree
-    if problem.batch > 1 or not problem.mask.sends_unseen or problem.mask.in_pieces or chunks == 1:
-        return False
-    if problem.mask.held:
+    mask = problem.mask
+    if problem.batch > 1 or not mask.sends_unseen or mask.in_pieces or mask.held or chunks == 1:
         return False
     if any(tokens % (chunks * layout.pieces) for side in (problem.queries, problem.keys) for tokens in side.stretches):
         return False

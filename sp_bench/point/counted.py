@@ -86,20 +86,24 @@ def _planning_ms(request: Request, choice: Choice) -> float | None:
     return planning_ms(method, problem, costs_for(request, problem), request.cluster.transport)
 
 
+def volumes_of(choice: Choice) -> list[dict[str, account.Volume]]:
+    """What one execution of each plan sends, by its phase: for each of the step's attentions."""
+    return [
+        {phase: account.volume(plan, each.problem) for phase, plan in each.plans.items()} for each in choice.attentions
+    ]
+
+
 def _traffic(request: Request, choice: Choice) -> Traffic:
-    workload = request.workload
+    workload, by_plan = request.workload, volumes_of(choice)
     executed = [
         (workload.executions(i)[phase], phase, plan, each.problem)
         for i, each in enumerate(choice.attentions)
         for phase, plan in each.plans.items()
     ]
-    by_plan = [
-        {phase: account.volume(plan, each.problem) for phase, plan in each.plans.items()} for each in choice.attentions
-    ]
-    sent = [{phase: volume.sent_bytes for phase, volume in each.items()} for each in by_plan]
     volumes = [
         (workload.executions(i)[phase], volume) for i, each in enumerate(by_plan) for phase, volume in each.items()
     ]
+    sent = [{phase: volume.sent_bytes for phase, volume in each.items()} for each in by_plan]
     others = sum(sum(request.workload.sent_otherwise(phase, choice.problem).values()) for phase in request.phases)
     cluster = request.cluster
     node_of = cluster.network(choice.problem.n).node_of

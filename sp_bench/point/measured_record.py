@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from sp_bench import account, records
+from sp_bench import records
 from sp_bench.cluster.device import same_model
 from sp_bench.measure.gpu_watch import gpu_state
 from sp_bench.measure.result import RankResult
 from sp_bench.measure.samples import Samples
 from sp_bench.point.choose import Choice
-from sp_bench.point.counted import by_lane, counted, in_phases, rates
+from sp_bench.point.counted import by_lane, counted, in_phases, rates, volumes_of
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
 from sp_bench.point.timed import (
@@ -135,10 +135,7 @@ def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tupl
 
 def _sent_otherwise(request: Request, choice: Choice, ranks: Sequence[RankResult]) -> str:
     """An error for the last rank that sent other bytes than its plan says; empty if there is none."""
-    volumes = [
-        {phase: account.volume(plan, each.problem) for phase, plan in each.plans.items()} for each in choice.attentions
-    ]
-    wrong, numbers = "", request.alone or range(len(ranks))
+    volumes, wrong, numbers = volumes_of(choice), "", request.alone or range(len(ranks))
     for rank, result in zip(numbers, ranks, strict=True):
         sent = by_lane(result.sent_bytes)
         planned = by_lane(

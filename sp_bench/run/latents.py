@@ -45,9 +45,10 @@ class Latents:
         shapes = [(problem.heads, rows, problem.latent_dim) for rows in (problem.made_dim, problem.value_dim)]
         drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
         to_keys, to_values = ((x * problem.latent_dim**-0.5).to(device, dtype) for x in drawn)
+        if not backward:
+            return cls(to_keys, to_values)
         wide = getattr(torch, problem.accumulate_dtype)
-        zeros = torch.zeros_like(to_keys, dtype=wide), torch.zeros_like(to_values, dtype=wide)
-        return cls(to_keys, to_values, zeros if backward else None)
+        return cls(to_keys, to_values, (torch.zeros_like(to_keys, dtype=wide), torch.zeros_like(to_values, dtype=wide)))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -102,19 +103,17 @@ class Expanding:
         first, even = int(heads[0]), bool((heads.diff() == step).all())
         self._heads: Heads = slice(first, int(heads[-1]) + 1, step) if even else heads
 
-    def forward(self, q: Tensor, c: Tensor, v: Tensor, mask: RegionKind) -> tuple[Tensor, Tensor]:
-        """As BlockKernel.forward, of c_BS1W and values of no width."""
+    def forward(self, q: Tensor, c: Tensor, v: Tensor, mask: RegionKind | Pieces) -> tuple[Tensor, Tensor]:
+        """As BlockKernel.forward, or forward_pieces, of c_BS1W and values of no width."""
         k, values = expanded(c, self._latents.of(self._heads))
-        out, lse = self._kernel.forward(q, k, values, mask)
+        if isinstance(mask, Pieces):
+            out, lse = self._kernel.forward_pieces(q, k, values, mask)
+        else:
+            out, lse = self._kernel.forward(q, k, values, mask)
         self._see(c, k, values, out, lse)
         return out, lse
 
-    def forward_pieces(self, q: Tensor, c: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
-        """As BlockKernel.forward_pieces."""
-        k, values = expanded(c, self._latents.of(self._heads))
-        out, lse = self._kernel.forward_pieces(q, k, values, pieces)
-        self._see(c, k, values, out, lse)
-        return out, lse
+    forward_pieces = forward
 
     def gradients(
         self, dout: Tensor, q: Tensor, c: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RegionKind | Pieces

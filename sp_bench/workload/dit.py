@@ -123,7 +123,7 @@ class Denoise(Train):
 
     @classmethod
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
-        """The forward."""
+        """The phases that are timed: there is no other."""
         return phases
 
     @property
@@ -139,7 +139,7 @@ class Denoise(Train):
         return {}
 
     def tokens(self, problem: Problem) -> int:
-        """Patches."""
+        """The number of patches of all sequences, without text."""
         return problem.batch * problem.keys.seqlen
 
     def described(self, problem: Problem) -> TrainingStep:

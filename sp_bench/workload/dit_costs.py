@@ -76,5 +76,4 @@ class DenoiseCosts(ForwardCosts):
 
 def _with_all_heads(problem: Problem) -> Problem:
     """The problem as a rank has it whose blocks have all heads."""
-    layout = replace(problem.layout, head_parallel=1)
-    return replace(problem, layout=layout, head_slices=1, query_parts=1, padded=None)
+    return replace(problem.in_one_slice, layout=replace(problem.layout, head_parallel=1), padded=None)

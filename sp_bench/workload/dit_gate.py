@@ -80,18 +80,16 @@ def _small(problem: Problem, text: int, tokens: int) -> Problem:
 def _whole(workload: Denoise, spec: Spec, problem: Problem, context: RankContext) -> tuple[Tensor, list[Tensor]]:
     """(patches, output of each attention) of the same model on one process, in fp64 and with exact attention."""
     text = problem.mask.held
-    mask = problem.mask
     alone = replace(
         problem.in_one_slice,
         n=1,
         seqlen=problem.keys.seqlen + text,
         kv_seqlen=problem.keys.seqlen,
-        mask=mask,
         dtype="float64",
         wire_dtype="",
         padded=None,
         layout=LAYOUTS["contiguous"],
     )
     denoiser = Denoiser(workload.model.small(), alone, spec.seed, 0, context.device)
-    seen = Seen(ExactAttention(FULL if text else mask, context.rank, problem.n, context.alive))
+    seen = Seen(ExactAttention(FULL if text else problem.mask, context.rank, problem.n, context.alive))
     return denoiser.predicted(denoiser.latent(0), seen), seen.outs

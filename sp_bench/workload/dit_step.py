@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from sp_bench.plan.mask import FULL
 from sp_bench.plan.problem import Problem
 from sp_bench.run.devices import clock_of
 from sp_bench.run.engine import Engine
-from sp_bench.run.executor import Action, Spent
+from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.workload.attention_step import make_engine, parts_of
 from sp_bench.workload.base import RankContext, Spec
@@ -23,6 +23,7 @@ from sp_bench.workload.denoiser import Denoiser
 from sp_bench.workload.engine_step import EngineStep
 from sp_bench.workload.exact_rows import Inputs, errors_of_rows, sampled
 from sp_bench.workload.gate import GateErrors
+from sp_bench.workload.train_step import MarkedEngine, Watched
 from sp_bench.workload.transformer import Layer
 
 if TYPE_CHECKING:
@@ -40,21 +41,16 @@ class DenoiseStep(EngineStep):
         self._denoiser = Denoiser(workload.model, spec.problem, spec.seed, context.rank, context.device)
         engine = make_engine(spec, spec.problem, context, timed=True)
         assert isinstance(engine, Engine)
-        self._engine, self._action, self._live = engine, Action.EVERYTHING, None
-        self._marks: list[tuple[Any, Any]] = []
-        self._readings: list[Callable[[], Spent]] = []
+        self._attention = MarkedEngine(engine, self._clock)
         self._number = 0
         self._latent = self._denoiser.latent(0)
         self._predicted: Tensor | None = None
-        self._last: tuple[Tensor, ...] = ()
-        """q, k, v, the held keys and values, and the output of the last attention; empty unless it is watched."""
-        self._watched = False
         self._activation_bytes = self._residual_bytes = self._attention_bytes = 0
 
     @property
     def engine(self) -> Engine:
         """The engine of all layers."""
-        return self._engine
+        return self._attention.engine
 
     def untimed(self) -> None:
         """Make the next latent."""
@@ -66,19 +62,19 @@ class DenoiseStep(EngineStep):
 
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute the step, or only its blocks with all else that computes, or only the transfers of its attentions."""
-        self._action, self._live = action, LiveBytes() if live else None
-        self._marks, self._readings = [], []
+        of_attention = LiveBytes() if live else None
+        self._attention.begin(action, of_attention)
         if action is Action.COMMUNICATION:
             given = self._arbitrary()
             for _ in range(self._workload.layers):
-                self._attend(*given)
+                self._attention.forward(*given)
             return
         with self._measured() if live else ExitStack():
             predicted = self._denoiser.predicted(self._latent, self._attend)
         if action is Action.EVERYTHING:
             self._predicted = predicted
-        if live and self._live:
-            self._attention_bytes = max(self._attention_bytes, self._live.peak)
+        if live and of_attention:
+            self._attention_bytes = max(self._attention_bytes, of_attention.peak)
             held = self.memory()
             # What a feed-forward holds is gone when the next attention begins, but for the residual stream.
             of_layer = max(held["activations"], self._residual_bytes + held["attention"])
@@ -86,8 +82,8 @@ class DenoiseStep(EngineStep):
 
     def parts(self, phase: str) -> Mapping[str, float]:
         """Seconds of the last execution by part: the attention as a whole, and its own parts."""
-        found = {"attention": sum(self._clock.seconds(*pair) for pair in self._marks)}
-        for reading in self._readings:
+        found = {"attention": sum(self._clock.seconds(*pair) for pair in self._attention.marks)}
+        for reading in self._attention.readings:
             for name, spent in parts_of(reading()).items():
                 found[name] = found.get(name, 0.0) + spent
         return found
@@ -110,10 +106,10 @@ class DenoiseStep(EngineStep):
 
     def errors(self) -> GateErrors:
         """Errors of sampled rows of the last layer's attention, in one more execution of the timed step."""
-        self._watched = True
+        self._attention.watched = watched = Watched()
         self.run("forward", Action.EVERYTHING)
-        self._watched = False
-        q, k, v, *held, out = self._last
+        self._attention.watched = None
+        q, k, v, *held, out = watched.of_queries
         problem = whole_attention(self._spec.problem)
         if held:
             k, v = (with_share(*pair, self._context.rank, problem) for pair in zip((k, v), held, strict=True))
@@ -123,16 +119,10 @@ class DenoiseStep(EngineStep):
 
     def close(self) -> None:
         """Release the engine's threads and streams."""
-        self._engine.close()
+        self.engine.close()
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, held: tuple[Tensor, ...]) -> Tensor:
-        start = self._clock.mark()
-        out, _ = self._engine.forward(q, k, v, self._action, self._live, held=held)
-        self._marks.append((start, self._clock.mark()))
-        self._readings.append(self._engine.reading("forward"))
-        if self._watched:
-            self._last = (q, k, v, *held, out)
-        return out
+        return self._attention.forward(q, k, v, held)[0]
 
     def _arbitrary(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """q, k, v and held keys and values of the rank's shape."""

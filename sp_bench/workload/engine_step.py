@@ -12,7 +12,7 @@ from sp_bench.run.sms import SmShares
 
 
 class EngineStep(ABC):
-    """A step of attention alone, by one engine or by several that are alike but for their plans."""
+    """A step whose attention is computed by one engine, or by several that are alike but for their plans."""
 
     @property
     @abstractmethod

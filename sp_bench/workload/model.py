@@ -177,6 +177,16 @@ class Model(Section, frozen=True, kw_only=True):
         return structs.replace(self, full_every=every, **sizes, **own)
 
 
+def refuse_keys(problem: Problem, workload: str, otherwise: str) -> None:
+    """Raise RequestError for keys or values that no model's layers make: `otherwise` is what would take them."""
+    if problem.latent_dim:
+        rule = f"the models of workload={workload} have projections to the keys of each head"
+        raise RequestError(f"latent_dim={problem.latent_dim}", rule, f"latent_dim=null, or {otherwise}, would work")
+    if problem.v_head_dim:
+        rule = f"the models of workload={workload} have values as wide as keys, head_dim={problem.head_dim}"
+        raise RequestError(f"v_head_dim={problem.v_head_dim}", rule, f"v_head_dim=null, or {otherwise}, would work")
+
+
 def shard_elements(shapes: Sequence[tuple[int, int]], n: int) -> int:
     """Elements of the largest of n shards of parameters, (rows, elements of a row) each, that are split by rows."""
     return sum(math.ceil(rows / n) * elements for rows, elements in shapes)

@@ -22,7 +22,7 @@ from sp_bench.reading import Count, Natural, Section, Tokens, read
 from sp_bench.records.quantities import Prompt, TrainingStep
 from sp_bench.workload.base import RankContext, Spec, Step, Workload
 from sp_bench.workload.gate import GateErrors
-from sp_bench.workload.model import NONE, Model
+from sp_bench.workload.model import NONE, Model, refuse_keys
 from sp_bench.workload.prefill_costs import PrefillCosts, layer_cache_bytes
 from sp_bench.workload.training import refuse_training
 
@@ -130,12 +130,8 @@ class Prefill(Workload):
         if self.model and problem.head_dim % 2:
             rule = "RoPE turns pairs of elements of a head"
             raise RequestError(f"head_dim={problem.head_dim}", rule, f"head_dim={problem.head_dim + 1} would work")
-        if self.model and problem.latent_dim:
-            rule = f"the models of workload={self.name} have projections to the keys of each head"
-            raise RequestError(f"latent_dim={problem.latent_dim}", rule, "latent_dim=null, or model=none, would work")
-        if self.model and problem.v_head_dim:
-            rule = f"the models of workload={self.name} have values as wide as keys, head_dim={problem.head_dim}"
-            raise RequestError(f"v_head_dim={problem.v_head_dim}", rule, "v_head_dim=null, or model=none, would work")
+        if self.model:
+            refuse_keys(problem, self.name, "model=none")
         self._refuse_chunks(problem)
 
     def _refuse_chunks(self, problem: Problem) -> None:

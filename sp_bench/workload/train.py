@@ -24,7 +24,7 @@ from sp_bench.workload import training
 from sp_bench.workload.base import RankContext, Spec, Step, Workload
 from sp_bench.workload.costs import TrainingCosts
 from sp_bench.workload.gate import GateErrors
-from sp_bench.workload.model import NONE, Model
+from sp_bench.workload.model import NONE, Model, refuse_keys
 from sp_bench.workload.training import MOMENTS, UPDATE, Training
 
 DENSE_BACKWARD = 2.0
@@ -77,14 +77,7 @@ class Train(Workload):
             raise RequestError(
                 f"kv_seqlen={problem.kv_seqlen}", rule, "kv_seqlen=null, or workload=attention, would work"
             )
-        if problem.latent_dim:
-            rule = f"the models of workload={self.name} have projections to the keys of each head"
-            would_work = "latent_dim=null, or workload=attention, would work"
-            raise RequestError(f"latent_dim={problem.latent_dim}", rule, would_work)
-        if problem.v_head_dim:
-            rule = f"the models of workload={self.name} have values as wide as keys, head_dim={problem.head_dim}"
-            would_work = "v_head_dim=null, or workload=attention, would work"
-            raise RequestError(f"v_head_dim={problem.v_head_dim}", rule, would_work)
+        refuse_keys(problem, self.name, "workload=attention")
         if peer:
             rule = f"workload={self.name} trains with the suite's own methods"
             raise RequestError(f"method=peer impl={peer.impl}", rule, "method=ring would work")

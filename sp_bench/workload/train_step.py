@@ -16,10 +16,10 @@ from sp_bench.run.devices import Clock, clock_of
 from sp_bench.run.engine import Engine, Saved
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.holdings import LiveBytes
-from sp_bench.run.sms import SmShares
 from sp_bench.workload.attention_step import make_engines, parts_of
 from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.collectives import Call
+from sp_bench.workload.engine_step import EngineStep
 from sp_bench.workload.exact_rows import errors_of_rows, sampled
 from sp_bench.workload.exactness import NAMES
 from sp_bench.workload.gate import GateErrors
@@ -41,7 +41,7 @@ class Watched:
     are on the host, so that the step takes no more of a GPU's memory than when it was timed."""
 
     of_queries: tuple[Tensor, ...] = ()
-    """q, k, v and out."""
+    """q, k, v, the keys and values that all ranks hold if there are some, and out."""
     gradients: tuple[Tensor, ...] = ()
     """dout, dq, dk and dv."""
 
@@ -59,12 +59,17 @@ class MarkedEngine:
     watched: Watched | None = None
     """The holder of the tensors of the last layer; None: nowhere."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved]:
+    def begin(self, action: Action, live: LiveBytes | None) -> None:
+        """Forget the calls so far; the next ones are of this action."""
+        self.action, self.live = action, live
+        self.marks, self.readings = [], []
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, held: tuple[Tensor, ...] = ()) -> tuple[Tensor, Saved]:
         start = self.clock.mark()
-        found = self.engine.forward(q, k, v, self.action, self.live)
+        found = self.engine.forward(q, k, v, self.action, self.live, held=held)
         self._keep("forward", start)
         if self.watched and not self.watched.gradients:
-            self.watched.of_queries = (q, k, v, found[0])
+            self.watched.of_queries = (q, k, v, *held, found[0])
         return found
 
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, ...]:
@@ -81,7 +86,7 @@ class MarkedEngine:
         self.readings.append(self.engine.reading(phase))
 
 
-class TrainStep:
+class TrainStep(EngineStep):
     """A trainer, timed by phase: forward, backward, update."""
 
     def __init__(self, workload: Train, spec: Spec, context: RankContext) -> None:
@@ -104,43 +109,23 @@ class TrainStep:
         self._loss: Tensor | None = None
         self._arbitrary_tensors: tuple[tuple[Tensor, ...], list[Saved]] | None = None
         self._activation_bytes, self._attention_bytes = 0, 0
-        self.losses: list[float] = []
+        self._losses: list[float] = []
 
     @property
-    def _engine(self) -> Engine:
+    def engine(self) -> Engine:
         """The engine of the first attention; all have one transport."""
         return self._attentions[0].engine
 
     @property
-    def kernel_name(self) -> str:
-        """The kernel of its attention blocks."""
-        return self._engine.kernel_name
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes on its kernels for a reader of its times."""
-        return self._engine.notes
-
-    @property
-    def communicators(self) -> tuple[str, ...]:
-        """NCCL's communicators that its attention uses, in words."""
-        return self._engine.transport.communicators
-
-    @property
-    def outside_bytes(self) -> int:
-        """Bytes of a GPU that its attention's buffers take outside of torch's allocator."""
-        return self._engine.transport.outside_bytes
-
-    @property
-    def shares(self) -> SmShares | None:
-        """The shares of the GPU that lanes and blocks take; None on a CPU."""
-        return self._engine.shares
+    def losses(self) -> tuple[float, ...]:
+        """The loss of each step so far."""
+        return tuple(self._losses)
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, ...]]:
         """Bytes sent so far by the attention, to gather parameters and to sum gradients."""
         sharded = self._collectives.sent if self._collectives else Counter()
-        return self._engine.transport.sent_bytes + self._sent + sharded
+        return super().sent_bytes + self._sent + sharded
 
     def untimed(self) -> None:
         """Make the next batch."""
@@ -152,8 +137,7 @@ class TrainStep:
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase. Without transfers the optimizer gets no gradients, so that parameters stay equal."""
         for attention in self._attentions:
-            attention.action, attention.live = action, LiveBytes() if live else None
-            attention.marks, attention.readings = [], []
+            attention.begin(action, LiveBytes() if live else None)
         self._marks = {}
         if self._collectives:
             self._collectives.begin(executed=action is not Action.COMPUTE)
@@ -244,7 +228,7 @@ class TrainStep:
         self._trainer.update()
         self._marks = {"gradient_sync": [(start, between)], "optimizer": [(between, self._clock.mark())]}
         if everything:
-            self.losses.append(self._trainer.global_loss)
+            self._losses.append(self._trainer.global_loss)
             self._number += 1
 
     def _synchronize(self) -> None:

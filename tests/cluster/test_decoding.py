@@ -36,7 +36,7 @@ def errors(head_dim: str) -> np.ndarray:
 
 
 def test_published_calls_come_out_by_their_bytes_alone() -> None:
-    """Of 64/8 and 16/2 heads, which the figures were read off, and of wider heads, which take longer."""
+    """Those of 64/8 and 16/2 heads, which the figures were read off, and of wider heads, which take longer."""
     found = errors("128")
     assert found.size == 32 and np.abs(found).max() < 0.035
     wider = errors("256")

@@ -56,7 +56,7 @@ def test_block(kernel: BlockKernel, case: Case, mask: RegionKind) -> None:
 @cases
 @masks
 def test_values_may_be_narrower_than_keys(kernel: BlockKernel, case: Case, mask: RegionKind) -> None:
-    """Of 192 and 128, which some backends take as they are, and of widths that all pad."""
+    """Widths of 192 and 128, which some backends take as they are, and of widths that all pad."""
     for head_dim, v_head_dim in ((192, 128), (32, 16)):
         block = block_of(17, 17, 2, case.dtype, device=case.device, head_dim=head_dim, v_head_dim=v_head_dim)
         wanted = attention(block, mask)

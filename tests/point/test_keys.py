@@ -117,7 +117,7 @@ LATENT = ("heads=8", "kv_heads=null", "head_dim=192", "v_head_dim=128", "latent_
 
 
 def test_latents_travel_in_place_of_keys_and_are_counted_simulated_and_told(tmp_path: Path) -> None:
-    """Of 128 heads' keys and values 576 elements a token are left, and blocks take longer by what makes them."""
+    """They have 576 elements a token in place of all heads' keys and values, and making those takes blocks longer."""
     base = ("gpus=8", "seqlen=64k", "method=ring")
     asked = [point(*base, *_but(more, *LATENT), *more) for more in (["latent_dim=null"], [])]
     keys, latents = (outcome.record for outcome in run_points(asked, folder=tmp_path, reuse=False))

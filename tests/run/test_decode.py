@@ -52,7 +52,7 @@ def test_collectives(ranks: Ranks, form: str) -> None:
 
 @pytest.mark.parametrize("n", [6, *map(exhaustive, (4, 8))])
 def test_trees_of_two_levels(ranks: Ranks, n: int) -> None:
-    """Of groups of any size that divides n: neither needs to be a power of two."""
+    """Groups may have any size that divides n: neither needs to be a power of two."""
     wanted = [
         Case(n, "tree", lengths, new, 8, 2, dtype=dtype, options=(("inner", inner),))
         for inner in (inner for inner in range(1, n) if n % inner == 0)

@@ -75,7 +75,7 @@ def test_every_variant(ranks: Ranks, n: int) -> None:
 
 
 def test_pieces_are_their_regions_and_add_to_the_matrices_gradients() -> None:
-    """Of heads that are evenly apart, and of those that aren't."""
+    """Heads that are evenly apart, and some that aren't."""
     regions = (Region(RegionKind.CAUSAL, range(2, 6), range(4)), Region(RegionKind.CAUSAL, range(6, 10), range(5, 9)))
     pieces, device = Pieces(regions, torch.device("cpu")), torch.device("cpu")
     problem = Problem(
