@@ -87,7 +87,7 @@ def _planning_ms(request: Request, choice: Choice) -> float | None:
 
 
 def volumes_of(choice: Choice) -> list[dict[str, account.Volume]]:
-    """What one execution of each plan sends, by its phase: for each of the step's attentions."""
+    """The volume of one execution of each plan, by its phase, for each of the step's attentions."""
     return [
         {phase: account.volume(plan, each.problem) for phase, plan in each.plans.items()} for each in choice.attentions
     ]
