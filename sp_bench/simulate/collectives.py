@@ -11,12 +11,8 @@ from sp_bench.cluster.collectives import Algorithm
 from sp_bench.cluster.emulation import Effects, Message, Wire
 from sp_bench.cluster.topology import Network
 from sp_bench.plan.groups import UP, Group
-from sp_bench.simulate.rows import Path, Rows
+from sp_bench.simulate.rows import Path, Rows, Tasks
 from sp_bench.simulate.symmetry import Quotient
-
-Tasks = list[np.ndarray]
-"""[(q,), ...] tasks of each simulated rank."""
-
 
 class Bytes(NamedTuple):
     """Bytes that each rank sends in a collective."""
@@ -55,10 +51,10 @@ def at_once(
     way: Algorithm,
     group: Group,
     sent: Bytes,
-    before: Tasks,
+    before: list[Tasks],
     staged_s: np.ndarray | float,
     noise: np.ndarray | float,
-) -> Tasks:
+) -> list[Tasks]:
     """All flows of an algorithm together. A pipeline goes at the pace of its slowest link: members end together."""
     started = _together(rows, quotient, group, [rows.add(staged_s, before)])
     latency_s, flows = way.latency_s[quotient.ranks] * noise, []
@@ -77,11 +73,11 @@ def hop_by_hop(
     way: Algorithm,
     group: Group,
     sent: Bytes,
-    before: Tasks,
+    before: list[Tasks],
     noise: Callable[[], np.ndarray | float],
     effects: Effects,
     over: Callable[[Path, Wire], Path],
-) -> tuple[Tasks, list[tuple[Tasks, np.ndarray, Path]]]:
+) -> tuple[list[Tasks], list[tuple[list[Tasks], np.ndarray, Path]]]:
     """Gloo's ring: (what ends it, bytes that links carry after messages).
 
     A hop is sent in halves, the first of which goes on while the second comes: after the first hop, latency is hidden
@@ -92,21 +88,21 @@ def hop_by_hop(
     halves = {f"{name}/{half}": size / 2 for name, size in sent.by_field.items() for half in range(2)}
     message = Message((group._replace(way=UP), 1), halves, path.inter)
     hidden_s = np.minimum(path.latency_s, message.bytes / 2 / path.alone_bytes_per_s)
-    ended: list[Tasks] = [before, before]
+    ended: list[list[Tasks]] = [before, before]
     for hop in range(way.hops):
         (wire,) = effects.on_wire([message])
         crossed = over(path, wire)
         latency_s = np.maximum(path.latency_s * noise() - (hidden_s if hop else 0.0), 0.0)
-        posted_there = (tasks[path.target] for tasks in ended[-2])  # receives are posted a hop ahead
+        posted_there = (tasks.at(path.target) for tasks in ended[-2])  # receives are posted a hop ahead
         deps = [*ended[-1], *posted_there]
         task = rows.add(latency_s, deps, message.bytes - wire.later_bytes, crossed, wire.weight)
         if np.any(wire.later_bytes):
             later.append(([task], wire.later_bytes, crossed))
-        ended.append([task, task[path.source]])
+        ended.append([task, task.at(path.source)])
     return ended[-1], later
 
 
-def _together(rows: Rows, quotient: Quotient, group: Group, tasks: Sequence[np.ndarray]) -> Tasks:
+def _together(rows: Rows, quotient: Quotient, group: Group, tasks: Sequence[Tasks]) -> list[Tasks]:
     """Tasks that end once all members' have: a dissemination barrier, each round of which doubles who is known."""
     ranks, kinds = quotient.ranks, quotient.orbit
     apart = [2**k for k in range((group.size - 1).bit_length())]
@@ -114,5 +110,5 @@ def _together(rows: Rows, quotient: Quotient, group: Group, tasks: Sequence[np.n
         return list(tasks)
     known = rows.add(0.0, tasks)
     for shift in apart:
-        known = rows.add(0.0, [known, known[kinds[group.member(ranks, shift)]]])
+        known = rows.add(0.0, [known, known.at(kinds[group.member(ranks, shift)])])
     return [known]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from sp_bench.simulate import collectives
 from sp_bench.simulate.flows import TaskGraph, Timing
 from sp_bench.simulate.noise import Noise
 from sp_bench.simulate.operations import OperationCosts
-from sp_bench.simulate.rows import CORE_WORK_PER_S, Path, Rows
+from sp_bench.simulate.rows import CORE_WORK_PER_S, Path, Rows, Tasks
 from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 
 MAX_TASKS = 12_000_000
@@ -132,8 +132,8 @@ class PipelinedStart(NamedTuple):
 
     hidden_s: np.ndarray
     """(n,) Of its latency, what passes meanwhile."""
-    begun: list[np.ndarray]
-    """Tasks that end so long after all that its sender waits for on other streams: [(n,), ...]."""
+    begun: list[Tasks]
+    """Tasks that end so long after all that its sender waits for on other streams."""
 
 
 class _Flow(NamedTuple):
@@ -146,8 +146,8 @@ class _Flow(NamedTuple):
     sends: np.ndarray | bool
     """Whether a rank sends it, and whether it receives one: True for all."""
     receives: np.ndarray | bool
-    later_bytes: Any
-    """Those of its Wire."""
+    later_bytes: np.ndarray | None
+    """Those of its Wire, (n,); None without any."""
 
 
 class _Builder:
@@ -173,12 +173,12 @@ class _Builder:
         """The flows of each transfer."""
         self.cores = cluster.shared_cores(problem.n)
         self.rows = Rows(self.quotient)
-        self.ended: dict[int, list[np.ndarray]] = {}
-        """By operation, the tasks that must end before it has ended on each rank: [(n,), ...]."""
+        self.ended: dict[int, list[Tasks]] = {}
+        """By operation, the tasks that must end before it has ended on each rank."""
         self.in_order = cluster.starts_in_order(plan)
-        self.started: list[np.ndarray] = []
-        """The tasks after which the last transfer of any lane has started on each rank: [(n,)] or nothing yet."""
-        self.later: list[tuple[list[np.ndarray], np.ndarray, Path]] = []
+        self.started: list[Tasks] = []
+        """The tasks after which the last transfer of any lane has started on each rank; nothing yet at first."""
+        self.later: list[tuple[list[Tasks], np.ndarray, Path]] = []
         """After which messages links carry how many bytes, and over what."""
         self.own_s, self.kind_s, self.least = np.zeros(problem.n), np.zeros(self.ranks.size), dict[int, np.ndarray]()
         """If ranks are nearly alike, seconds that each of them computes, those of its kind, and PlanGraph.least."""
@@ -265,8 +265,8 @@ class _Builder:
             yield from zip(self.quotient.largest(seconds), self.quotient.smallest(seconds), strict=True)
 
     def _segment(
-        self, segment: Segment, work: tuple[np.ndarray, np.ndarray | None], previous: list[np.ndarray], *, last: bool
-    ) -> list[np.ndarray]:
+        self, segment: Segment, work: tuple[np.ndarray, np.ndarray | None], previous: list[Tasks], *, last: bool
+    ) -> list[Tasks]:
         factor, results_s = self.slow * self.noise(self.ranks.size), self.costs.results_s() if last else 0.0
         most_s, least_s = work
         seconds = (most_s + results_s) * factor
@@ -298,12 +298,13 @@ class _Builder:
         (sizes,) = messages(previous, self.problem, self.ranks, self.costs.wanted.get(before))
         (flow,) = self.flows[before]
         whole = sum(sizes.values())
-        rest_s = np.minimum(whole - next(iter(sizes.values())), whole - flow.later_bytes) / path.alone_bytes_per_s
+        later = 0.0 if flow.later_bytes is None else flow.later_bytes
+        rest_s = np.minimum(whole - next(iter(sizes.values())), whole - later) / path.alone_bytes_per_s
         hidden_s, elsewhere = np.minimum(path.latency_s, rest_s), self._elsewhere(index)
         begun = [self.rows.add(hidden_s, elsewhere)] if elsewhere else []
         return PipelinedStart(hidden_s, begun)
 
-    def _before(self, index: int, op: Transfer, previous: list[np.ndarray], *, early: bool) -> list[np.ndarray]:
+    def _before(self, index: int, op: Transfer, previous: list[Tasks], *, early: bool) -> list[Tasks]:
         """The tasks before a rank begins with a transfer: in launch order, its last one's start is one of them.
 
         A rank that takes no part launches nothing. Staging is taken to be over when the transfer starts.
@@ -316,14 +317,14 @@ class _Builder:
         others = self.started
         self.started = before = [self.rows.add(0.0, [*before, *others])]
         if not np.all(moves):
-            self.started = [np.where(moves, before[0], self.rows.add(0.0, others))]
+            self.started = [before[0].where(moves, self.rows.add(0.0, others))]
         return before
 
-    def _elsewhere(self, index: int) -> list[np.ndarray]:
+    def _elsewhere(self, index: int) -> list[Tasks]:
         """The tasks that an operation waits for on other streams."""
         return self._tasks(self.lowering.waits[index])
 
-    def _tasks(self, waits: Waits) -> list[np.ndarray]:
+    def _tasks(self, waits: Waits) -> list[Tasks]:
         return [tasks for _, other in waits for tasks in self.ended[other]]
 
     def _find_algorithm(self, op: Collective) -> Algorithm | None:
@@ -333,7 +334,7 @@ class _Builder:
         by_field = messages(op, self.problem, 0)[0] if op.group.size > 1 else {}
         return collectives.Bytes(by_field, op.group.size)
 
-    def _collective(self, op: Collective, way: Algorithm, before: list[np.ndarray], index: int) -> list[np.ndarray]:
+    def _collective(self, op: Collective, way: Algorithm, before: list[Tasks], index: int) -> list[Tasks]:
         """A collective by the library's algorithm; partials are packed before it."""
         sent = self._sent(op)
         ours, where = (self.rows, self.quotient, self.network), (way, op.group, sent, before)
@@ -346,29 +347,29 @@ class _Builder:
         return collectives.at_once(*ours, *where, staged_s, noise())
 
     def _transfer(
-        self, index: int, op: Transfer, before: list[np.ndarray], early: PipelinedStart | None
-    ) -> list[np.ndarray]:
+        self, index: int, op: Transfer, before: list[Tasks], early: PipelinedStart | None
+    ) -> list[Tasks]:
         """A flow from each rank for each message. It starts when both its ends have posted: their waits are over.
 
         A pipelined send begins `early`, and the receives of some transfers are pre-posted.
         """
         if isinstance(op, Collective) and (way := self._algorithm(op)):
             return self._collective(op, way, before, index)
-        hidden_s, begun = early or (0.0, [])
+        begun = early.begun if early else []
         expecting = before
         if posted := self.lowering.preposted.get(index):
             expecting = [*(self.ended[posted.after] if posted.after is not None else []), *self._tasks(posted.waits)]
         tasks, arrived = [], []
-        self.flows[index] = self._flows(index, op, hidden_s)
+        self.flows[index] = self._flows(index, op, early)
         for number, flow in enumerate(self.flows[index]):
-            there = [ended[flow.over.target] for ended in expecting]
+            there = [ended.at(flow.over.target) for ended in expecting]
             if flow.sends is not True:
-                there = [np.where(flow.sends, posted, ended) for posted, ended in zip(there, expecting, strict=True)]
+                there = [posted.where(flow.sends, ended) for posted, ended in zip(there, expecting, strict=True)]
             tasks.append(self.rows.add(flow.delay_s, [*before, *there, *begun], flow.sent, flow.over, flow.weight))
-            if np.any(flow.later_bytes):
+            if flow.later_bytes is not None:
                 self.later.append(([tasks[-1]], flow.later_bytes, flow.over))
-            came = tasks[-1][flow.over.source]
-            arrived.append(came if flow.receives is True else np.where(flow.receives, came, tasks[-1]))
+            came = tasks[-1].at(flow.over.source)
+            arrived.append(came if flow.receives is True else came.where(flow.receives, tasks[-1]))
             if isinstance(op, TreeReduce):
                 before = expecting = [self.rows.add(self.costs.merged_s(op, number), [tasks[-1], came])]
         if isinstance(op, TreeReduce):
@@ -377,15 +378,14 @@ class _Builder:
             return [self.rows.add(self.costs.arrived_s(op, len(tasks)), [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
 
-    def _flows(self, index: int, op: Transfer, hidden_s: np.ndarray | float) -> list[_Flow]:
+    def _flows(self, index: int, op: Transfer, early: PipelinedStart | None) -> list[_Flow]:
         """The flows of a transfer's messages; a Pass that is the same on all ranks has the same ones every time."""
-        differ = self.noise.variance or self.cluster.hosts or np.any(hidden_s)
-        if differ or not self.costs.is_alike(index, op):
-            return self._find_flows(index, op, hidden_s)
+        if early or self.noise.variance or self.cluster.hosts or not self.costs.is_alike(index, op):
+            return self._find_flows(index, op, early.hidden_s if early else 0.0)
         assert isinstance(op, Pass)
         key = (op.group, op.shift, op.tensor, op.send in self.lowering.unsummed)
         if key not in self.alike:
-            self.alike[key] = self._find_flows(index, op, hidden_s)
+            self.alike[key] = self._find_flows(index, op, 0.0)
         return self.alike[key]
 
     def _find_flows(self, index: int, op: Transfer, hidden_s: np.ndarray | float) -> list[_Flow]:
@@ -408,7 +408,8 @@ class _Builder:
             loads = path.loads * self._crowding(path, at_once)
             over = self._over_cores(path._replace(loads=loads, rate_cap=rate_cap), wire)
             sent = np.broadcast_to(np.asarray(message.bytes - wire.later_bytes, float), self.ranks.size)
-            found.append(_Flow(latency_s + staged_s, sent, over, wire.weight, sends, receives, wire.later_bytes))
+            later = np.asarray(wire.later_bytes) if np.any(wire.later_bytes) else None
+            found.append(_Flow(latency_s + staged_s, sent, over, wire.weight, sends, receives, later))
             staged_s = 0.0 * staged_s if isinstance(op, TreeReduce) else staged_s
         return found
 

@@ -132,8 +132,9 @@ class OperationCosts:
 
     def _of_segments(self, segments: Sequence[_Summed], ranks: np.ndarray) -> np.ndarray:
         """(segments, ranks) seconds."""
-        seconds = np.array([np.broadcast_to(segment.rest_s, ranks.size) for segment in segments])
-        calls = np.array([np.broadcast_to(segment.calls, ranks.size) for segment in segments])
+        seconds, calls = np.empty((len(segments), ranks.size)), np.empty((len(segments), ranks.size))
+        for row, segment in enumerate(segments):
+            seconds[row], calls[row] = segment.rest_s, segment.calls
         sizes = np.array([len(segment.rows) for segment in segments])
         if sizes.any():
             tables = {id(table): table for segment in segments for table in segment.tables}

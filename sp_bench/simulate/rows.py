@@ -42,6 +42,27 @@ class Crossed(NamedTuple):
     loads: np.ndarray
 
 
+class Tasks(NamedTuple):
+    """A task of each simulated rank, by which rows of thousands of tasks are named without a number for each."""
+
+    row: int
+    ranks: np.ndarray | None = None
+    """(n,) The rank whose task of the row each rank has, or, beyond the first n tasks, any task by its number from the
+    row's first one on; None of its own."""
+
+    def at(self, ranks: np.ndarray) -> Tasks:
+        """The tasks of other ranks: for each rank, that of the rank which `ranks`, (n,), names."""
+        return Tasks(self.row, ranks if self.ranks is None else self.ranks[ranks])
+
+    def numbers(self, n: int) -> np.ndarray:
+        """The tasks as numbers, in a graph of n ranks: (n,)."""
+        return self.row * n + (np.arange(n) if self.ranks is None else self.ranks)
+
+    def where(self, there: np.ndarray, other: Tasks) -> Tasks:
+        """These tasks of the ranks where `there`, (n,), is true, and the other ones elsewhere."""
+        return Tasks(0, np.where(there, self.numbers(there.size), other.numbers(there.size)))
+
+
 @dataclass
 class Rows:
     """Rows of tasks, one for each rank that is simulated, as they are added.
@@ -55,27 +76,27 @@ class Rows:
     crossed: list[Crossed] = field(default_factory=list)
     caps: list[np.ndarray] = field(default_factory=list)
     weights: list[np.ndarray] = field(default_factory=list)
-    deps: list[np.ndarray] = field(default_factory=list)
+    deps: list[Sequence[Tasks]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         n = self.n = self.quotient.ranks.size
         self.nothing, self.ones, self.uncapped = np.zeros(n), np.ones(n), np.full(n, np.inf)
         self.none = Crossed(np.zeros(n, np.int64), np.empty(0, np.int64), np.empty(0))
-        self.alone, self.no_deps = np.arange(n), np.empty((n, 0), np.int64)
+        self.own = np.arange(n)
         self.known: dict[tuple[int, int], tuple[Path, Crossed]] = {}
         """By the links and loads of a path on which every rank sends, which are kept so that their ids stay theirs."""
 
     def add(
         self,
         delay_s: np.ndarray | float,
-        deps: Sequence[np.ndarray],
+        deps: Sequence[Tasks],
         flow_bytes: np.ndarray | float = 0.0,
         path: Path | None = None,
         weight: np.ndarray | float = 1.0,
-    ) -> np.ndarray:
-        """Add a row: delays (n,), predecessors [(n,), ...], and for flows bytes (n,), what they cross, weights (n,).
+    ) -> Tasks:
+        """Add a row: delays (n,), predecessors, and for flows bytes (n,), what they cross, weights (n,).
 
-        Returns its tasks by rank: (n,).
+        Returns its tasks.
         """
         sizes = self._each(flow_bytes)
         self.delays.append(self._each(delay_s))
@@ -83,13 +104,13 @@ class Rows:
         self.crossed.append(self._crossed(path, sizes) if path else self.none)
         self.caps.append(path.rate_cap if path else self.uncapped)
         self.weights.append(self._each(weight))
-        self.deps.append(np.stack(deps, axis=1) if deps else self.no_deps)
-        return (len(self.delays) - 1) * self.n + self.alone
+        self.deps.append(deps)
+        return Tasks(len(self.delays) - 1)
 
     def _each(self, value: np.ndarray | float) -> np.ndarray:
         if isinstance(value, np.ndarray) and value.shape == (self.n,):
             return value
-        if np.ndim(value) == 0:
+        if isinstance(value, float | int) or np.ndim(value) == 0:
             return self.nothing if value == 0 else self.ones if value == 1 else np.full(self.n, float(value))
         return np.broadcast_to(np.asarray(value, float), self.n)
 
@@ -109,12 +130,28 @@ class Rows:
             path_start=np.concatenate(([0], np.cumsum(np.concatenate([each.hops for each in self.crossed])))),
             path_links=np.concatenate([each.links for each in self.crossed]),
             path_loads=np.concatenate([each.loads for each in self.crossed]),
-            dep_start=np.concatenate(([0], np.cumsum(np.repeat([dep.shape[1] for dep in self.deps], self.n)))),
-            dep_tasks=np.concatenate([dep.ravel() for dep in self.deps]),
+            dep_start=np.concatenate(([0], np.cumsum(np.repeat([len(deps) for deps in self.deps], self.n)))),
+            dep_tasks=self._predecessors(),
             rate_cap=np.concatenate(self.caps),
             weight=np.concatenate(self.weights),
             link_bytes_per_s=np.append(self.quotient.link_bytes_per_s, [cores * CORE_WORK_PER_S] if cores else []),
         )
+
+    def _predecessors(self) -> np.ndarray:
+        """The predecessors of every task, one after the other."""
+        all_deps = [tasks for deps in self.deps for tasks in deps]
+        if not all_deps:
+            return np.empty(0, np.int64)
+        rows = np.array([tasks.row for tasks in all_deps])
+        numbers = np.array([self.own if tasks.ranks is None else tasks.ranks for tasks in all_deps], np.int32)
+        numbers += self.n * rows[:, None].astype(np.int32)
+        counts = np.array([len(deps) for deps in self.deps])
+        first, found = np.cumsum(counts) - counts, np.empty(numbers.size, np.int32)
+        for count in np.unique(counts[counts > 0]).tolist():  # from (count, n) of each row to (n, count)
+            some = first[counts == count]
+            by_rank = numbers[some[:, None] + np.arange(count)].transpose(0, 2, 1)
+            found.reshape(-1, self.n)[some[:, None] + np.arange(count)] = by_rank.reshape(-1, count, self.n)
+        return found
 
 
 def _by_task(links: np.ndarray, loads: np.ndarray) -> Crossed:
