@@ -7,8 +7,9 @@ papers count payload only.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -313,7 +314,7 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     neutral = {chunk.tensor: chunk not in unsummed for chunk in untouched_partials(plan, problem)}
     standing += sum(held_bytes(tensor, summed) for tensor, summed in neutral.items())
     owners = _first_ranks(plan, problem)
-    change = np.zeros((len(plan.ops) + 2, owners.size), np.int64)
+    change: list[np.ndarray | int] = [0] * (len(plan.ops) + 2)
     released, of_rows = _released(plan, lowering), _bytes_of_rows(plan, problem, unsummed)
     for value in flow.first_use:
         if value.chunk not in elsewhere:
@@ -327,12 +328,13 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
             continue
         change[flow.first_use[value]] += size
         change[released.get(last, last) + 1] -= size
-    alive = np.cumsum(change, axis=0)[: len(plan.ops)]
-    result = np.zeros_like(alive)
+    alive = np.cumsum(_rows_of(change, owners.size), axis=0)[: len(plan.ops)]
+    result: list[np.ndarray | int] = [0] * len(plan.ops)
+    as_held = problem.dtype == problem.accumulate_dtype and not problem.blocks.narrows and not problem.mask.held
     for index, op in plan:
         if isinstance(op, Block):
-            result[index] = sum(map(result_bytes, _fresh(op, index, flow, problem, lowering)))
-            result[index] += _made_bytes(op, problem)
+            fresh = _fresh(op, index, flow, lowering, as_held=as_held)
+            result[index] = sum(map(result_bytes, fresh)) + _made_bytes(op, problem)
         if isinstance(op, Gathered):
             result[index] += _ordered_bytes(op, problem)
             result[index] -= sum(of_rows[chunk] for chunk in op.writes if chunk in of_rows)  # not yet
@@ -346,7 +348,14 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
         # Slices are concatenated field by field, and live until that is done.
         outputs += max((problem.slices_of(c.tensor) * result_bytes(c) for c in cast if c in copied), default=0)
     outputs += _unpadded_bytes(plan.outputs, problem)
-    return int(standing + max((alive + result).max(), alive[-1].max() + outputs))
+    return int(standing + max((alive + _rows_of(result, owners.size)).max(), alive[-1].max() + outputs))
+
+
+def _rows_of(values: Sequence[np.ndarray | int], size: int) -> np.ndarray:
+    """The values, (size,) or one for all, as rows of a table."""
+    if size == 1:
+        return np.array([int(each) if isinstance(each, int) else each[0] for each in values], np.int64)[:, None]
+    return np.stack([np.broadcast_to(each, size) for each in values]).astype(np.int64)
 
 
 def _unpadded_bytes(chunks: Iterable[Chunk], problem: Problem) -> int:
@@ -369,17 +378,19 @@ def _released(plan: Plan, lowering: Lowering) -> dict[int, int]:
     The tensor sent may stay alive until then, as blocks run ahead of the lanes.
     """
     pending: dict[str, list[int]] = {lane: [] for lane in plan.lanes}
+    first = dict.fromkeys(pending, 0)
+    """By lane, the first transfer that is still pending, as a place in its list."""
     released: dict[int, int] = {}
     for index, op in plan:
         if isinstance(op, Transfer):
             pending[op.lane].append(index)
             continue
         for lane, last in lowering.waits[index]:
-            ended = [other for other in pending[lane] if other <= last]
-            released |= dict.fromkeys(ended, index)
-            pending[lane] = pending[lane][len(ended) :]
+            end = bisect_right(pending[lane], last, first[lane])
+            released |= dict.fromkeys(pending[lane][first[lane] : end], index)
+            first[lane] = end
     end = len(plan.ops) - 1
-    return released | {index: end for lane in pending.values() for index in lane}
+    return released | {index: end for lane, indices in pending.items() for index in indices[first[lane] :]}
 
 
 def _bytes_of_rows(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> dict[Chunk, np.ndarray]:
@@ -420,9 +431,11 @@ def _ordered_bytes(op: Gathered, problem: Problem) -> np.ndarray | int:
     return _rows(op, problem) * each
 
 
-def _fresh(op: Block, index: int, flow: Dataflow, problem: Problem, lowering: Lowering) -> list[Chunk]:
-    """The chunks of which a kernel returns a tensor that doesn't become the held chunk."""
-    as_held = problem.dtype == problem.accumulate_dtype and not problem.blocks.narrows and not problem.mask.held
+def _fresh(op: Block, index: int, flow: Dataflow, lowering: Lowering, *, as_held: bool) -> list[Chunk]:
+    """The chunks of which a kernel returns a tensor that doesn't become the held chunk.
+
+    `as_held` says whether its results are of the dtype that they are held in.
+    """
     cut = _cut(op) if isinstance(op, Fused) else frozenset()
     written = [chunk for chunk in op.writes if not (_of_others(op) and chunk.tensor.of_keys)]  # _ordered_bytes
     return [

@@ -60,6 +60,16 @@ Ranks = np.ndarray
 NOTHING = -1
 
 
+class _Where(NamedTuple):
+    """An operation of a plan, which errors name in words. A plan has thousands, and few have errors."""
+
+    number: int
+    op: Op
+
+    def __str__(self) -> str:
+        return f"operation {self.number}, {self.op}"
+
+
 class Rows(NamedTuple):
     """A run of a chunk's rows on each rank: start <= row < stop, (n,) each. Empty where start >= stop."""
 
@@ -98,7 +108,7 @@ class _Facts:
     """The rows of each chunk that are present on each rank; for a partial, those with a block folded in.
 
     A chunk that is not a key has all its rows."""
-    last: dict[Chunk, str] = field(default_factory=dict)
+    last: dict[Chunk, _Where | str] = field(default_factory=dict)
     """The last operation that added to each partial."""
     kept: tuple[Chunk, ...] = ()
     """Chunks that the forward keeps for the backward."""
@@ -107,6 +117,7 @@ class _Facts:
     blocks: dict[Chunk, np.ndarray] = field(default_factory=dict)
     """The counterpart chunks folded into a partial on each rank: (n, n / 64), one bit each (times `parts`)."""
     owners: dict[Place, Ranks] = field(default_factory=dict)
+    sources: dict[tuple[Group | Exchange, int], Ranks] = field(default_factory=dict)
     visible: np.ndarray = field(init=False)
     """Whether a block of each class has anything unmasked: (classes,)."""
 
@@ -119,6 +130,13 @@ class _Facts:
         if place not in self.owners:
             self.owners[place] = place.owner(self.ranks)
         return self.owners[place]
+
+    def source(self, op: Pass) -> Ranks:
+        """The rank from which each rank receives; the same array each time."""
+        key = op.group, op.shift
+        if key not in self.sources:
+            self.sources[key] = op.source(self.ranks)
+        return self.sources[key]
 
     def sees(self, q: Ranks, kv: Ranks) -> np.ndarray:
         return self.visible[self.problem.blocks.of(q, kv)]
@@ -153,8 +171,11 @@ class _Facts:
         """How many blocks a partial has with one counterpart: a key head's gradients have one for each query slice."""
         return self.problem.query_parts if partial.tensor.of_keys else 1
 
-    def bit(self, counterpart: Ranks) -> tuple[Ranks, np.ndarray]:
-        return counterpart // 64, np.uint64(1) << (counterpart % 64).astype(np.uint64)
+    def bit(self, counterpart: Ranks, parts: int, part: int) -> tuple[Ranks, np.ndarray]:
+        """The word and the bit of a part of the block with each rank's counterpart."""
+        degree = self.problem.layout.head_parallel
+        place = counterpart if degree == parts == 1 else counterpart // degree * parts + part
+        return place >> 6, np.uint64(1) << (place & 63).astype(np.uint64)
 
 
 def check_all(plans: Mapping[str, Plan], problem: Problem) -> None:
@@ -180,9 +201,10 @@ def check(plan: Plan, problem: Problem) -> None:
     for chunk in plan.starts_with:
         facts.content[chunk] = facts.owner(chunk) if chunk.index and problem.queries_everywhere else facts.ranks
         _placed(facts, chunk, "the plan's input")
+    tiling = set[Group | Grid | Exchange]()
     for index, op in plan:
-        where = f"operation {index}, {op}"
-        _tiles(problem.n, op, where)
+        where = _Where(index, op)
+        _tiles(problem.n, op, where, tiling)
         if isinstance(op, Pass):
             _pass(facts, op, where, wanted.get(index))
         else:
@@ -225,12 +247,15 @@ def _interface(plan: Plan, problem: Problem) -> None:
             raise PlanError(f"the plan keeps {chunk} twice, or what is an input or output anyway")
 
 
-def _tiles(n: int, op: Op, where: str) -> None:
-    """The groups of an operation must tile the ranks."""
-    groups: list[Group | Exchange] = [op.group] if isinstance(op, Transfer) else []
-    for chunk in (*op.reads, *op.writes):
-        home = chunk.home
-        groups += [home.inner, home.outer, *filter(None, [home.exchange])] if isinstance(home, Grid) else [home]
+def _tiles(n: int, op: Op, where: _Where | str, known: set[Group | Grid | Exchange]) -> None:
+    """The groups of an operation must tile the ranks, but for those that are `known` to, which it adds to."""
+    named: list[Group | Grid | Exchange] = [op.group] if isinstance(op, Transfer) else []
+    named += [chunk.home for chunk in (*op.reads, *op.writes)]
+    groups: list[Group | Exchange] = []
+    for home in named:
+        if home not in known:
+            known.add(home)
+            groups += [home.inner, home.outer, *filter(None, [home.exchange])] if isinstance(home, Grid) else [home]
     for group in groups:
         if n % group.span:
             raise PlanError(f"{where}: {group} doesn't tile {n} ranks")
@@ -240,7 +265,7 @@ def _tiles(n: int, op: Op, where: str) -> None:
             raise PlanError(f"{where}: {group} doesn't exchange two digits of a rank")
 
 
-def _tensors(facts: _Facts, where: str, chunks: Sequence[Chunk], wanted: Sequence[Tensor]) -> None:
+def _tensors(facts: _Facts, where: _Where | str, chunks: Sequence[Chunk], wanted: Sequence[Tensor]) -> None:
     """A block's operands must be held chunks of the wanted tensors (by heads where split), of one head slice."""
     split = facts.problem.layout.head_parallel > 1
     for chunk, tensor in zip(chunks, wanted, strict=True):
@@ -250,9 +275,11 @@ def _tensors(facts: _Facts, where: str, chunks: Sequence[Chunk], wanted: Sequenc
     _one_slice(facts, where, chunks)
 
 
-def _one_slice(facts: _Facts, where: str, chunks: Iterable[Chunk]) -> None:
+def _one_slice(facts: _Facts, where: _Where | str, chunks: Sequence[Chunk]) -> None:
     """Chunks of queries must be of one head slice, and chunks of keys of the slice of key heads that it attends to."""
     problem, queries, keys = facts.problem, set[int](), set[int]()
+    if problem.head_slices == 1 and not any([chunk.heads for chunk in chunks]):
+        return
     for chunk in chunks:
         (keys if chunk.tensor.of_keys else queries).add(chunk.heads)
     wanted = {slice_ // problem.query_parts for slice_ in queries} or keys
@@ -261,7 +288,7 @@ def _one_slice(facts: _Facts, where: str, chunks: Iterable[Chunk]) -> None:
         raise PlanError(f"{where}: mixes slices of heads, or takes one beyond {problem.head_slices}")
 
 
-def _placed(facts: _Facts, chunk: Chunk, where: str, there: np.ndarray | bool = True) -> None:
+def _placed(facts: _Facts, chunk: Chunk, where: _Where | str, there: np.ndarray | bool = True) -> None:
     """A chunk's content must be what the index map says, on the ranks that are to have it."""
     said, found = facts.owner(chunk), facts.content[chunk]
     rank = _first(there & (said != found))
@@ -271,7 +298,7 @@ def _placed(facts: _Facts, chunk: Chunk, where: str, there: np.ndarray | bool = 
         raise PlanError(f"{where}: on rank {rank}, {chunk} is global chunk {found[rank]} and should be {said[rank]}")
 
 
-def _pass(facts: _Facts, op: Pass, where: str, wanted: np.ndarray | None) -> None:
+def _pass(facts: _Facts, op: Pass, where: _Where | str, wanted: np.ndarray | None) -> None:
     if op.shift % (2 if isinstance(op.group, Exchange) else op.group.size) == 0:
         raise PlanError(f"{where}: a rank can't send to itself")
     _one_slice(facts, where, (op.send, op.recv))
@@ -285,24 +312,23 @@ def _pass(facts: _Facts, op: Pass, where: str, wanted: np.ndarray | None) -> Non
         raise PlanError(f"{where}: {op.recv} is {'not ' if partial else ''}a buffer for arriving partials")
     if op.recv in facts.blocks and facts.blocks[op.recv].any():
         raise PlanError(f"{where}: {op.recv} is received over one that was not folded yet")
-    source = op.source(facts.ranks)
-    if wanted is None:
-        wanted = np.ones(facts.problem.n, bool)
+    source = facts.source(op)
     if not partial:
-        _placed(facts, op.send, where, wanted[op.target(facts.ranks)])
-    facts.content[op.recv] = np.where(wanted, facts.content[op.send][source], NOTHING)
-    _placed(facts, op.recv, where, wanted)
+        _placed(facts, op.send, where, True if wanted is None else wanted[op.target(facts.ranks)])
+    arrived = facts.content[op.send][source]
+    facts.content[op.recv] = arrived if wanted is None else np.where(wanted, arrived, NOTHING)
+    _placed(facts, op.recv, where, True if wanted is None else wanted)
     if facts.problem.blocks.skips_queries:
         _rows_passed(facts, op, source, where)
     if partial:
         facts.blocks[op.recv] = facts.blocks.pop(op.send)[source]
-        if (rank := _first(~wanted & facts.blocks[op.recv].any(axis=1))) is not None:
+        if wanted is not None and (rank := _first(~wanted & facts.blocks[op.recv].any(axis=1))) is not None:
             raise PlanError(f"{where}: rank {source[rank]} has blocks of {op.send} that are not sent")
         facts.content[op.recv] = facts.owner(op.recv)
         facts.last[op.recv] = where
 
 
-def _rows_passed(facts: _Facts, op: Pass, source: Ranks, where: str) -> None:
+def _rows_passed(facts: _Facts, op: Pass, source: Ranks, where: _Where | str) -> None:
     """Record which rows arrive. The sender must have every row it sends, and send every row of a partial it has."""
     held = arriving = facts.rows_of(op.send)
     sent = facts.all_rows(op.send)
@@ -324,7 +350,7 @@ _DEALT = {t: t.by_heads for t in (Q, KV, DO)} | {O.by_heads: OUT, DQ.by_heads: D
 """The tensor that an all-to-all makes of each tensor that one may send."""
 
 
-def _all_to_all(facts: _Facts, op: AllToAll, where: str) -> None:
+def _all_to_all(facts: _Facts, op: AllToAll, where: _Where | str) -> None:
     degree, ranks = facts.problem.layout.head_parallel, facts.ranks
     if op.group != Group(1, degree):
         raise PlanError(f"{where}: heads are split among {degree} consecutive ranks, not among {op.group}")
@@ -344,12 +370,12 @@ def _all_to_all(facts: _Facts, op: AllToAll, where: str) -> None:
             del facts.blocks[op.send]
 
 
-def _home_of_all(op: AllGather | ReduceScatter | RowCollective, where: str) -> None:
+def _home_of_all(op: AllGather | ReduceScatter | RowCollective, where: _Where | str) -> None:
     if not isinstance(op.own.home, Group) or op.own.home.size < 2 or op.own.index or op.own.is_arriving:
         raise PlanError(f"{where}: {op.own} is not a rank's own chunk among those of its group")
 
 
-def _all_gather(facts: _Facts, op: AllGather, where: str) -> None:
+def _all_gather(facts: _Facts, op: AllGather, where: _Where | str) -> None:
     _home_of_all(op, where)
     if op.tensor.is_partial:
         raise PlanError(f"{where}: gathers partials")
@@ -362,7 +388,7 @@ def _all_gather(facts: _Facts, op: AllGather, where: str) -> None:
         _placed(facts, chunk, where)
 
 
-def _group_cast(facts: _Facts, op: GroupCast, where: str) -> None:
+def _group_cast(facts: _Facts, op: GroupCast, where: _Where | str) -> None:
     _rows_of_members(facts, op, where, KV)
     _placed(facts, op.own, where)
     for u, chunk in zip(op.members, op.writes, strict=True):
@@ -372,7 +398,7 @@ def _group_cast(facts: _Facts, op: GroupCast, where: str) -> None:
         _placed(facts, chunk, where)
 
 
-def _rows_of_members(facts: _Facts, op: RowCollective, where: str, tensor: Tensor) -> None:
+def _rows_of_members(facts: _Facts, op: RowCollective, where: _Where | str, tensor: Tensor) -> None:
     """It must be about keys, of members other than the rank itself, and rows that the rank's own queries see."""
     _home_of_all(op, where)
     if op.tensor.by_tokens is not tensor:
@@ -384,7 +410,7 @@ def _rows_of_members(facts: _Facts, op: RowCollective, where: str, tensor: Tenso
     _one_slice(facts, where, (op.own,))
 
 
-def _group_reduce(facts: _Facts, op: GroupReduce, where: str) -> None:
+def _group_reduce(facts: _Facts, op: GroupReduce, where: _Where | str) -> None:
     _rows_of_members(facts, op, where, DKV)
     for chunk in op.reads:
         held = facts.of_rows.pop(chunk, None)
@@ -393,19 +419,19 @@ def _group_reduce(facts: _Facts, op: GroupReduce, where: str) -> None:
     _reduced(facts, op, op.members, where)
 
 
-def _whole(facts: _Facts, chunks: Iterable[Chunk], where: str) -> None:
+def _whole(facts: _Facts, chunks: Iterable[Chunk], where: _Where | str) -> None:
     """Only a Gathered block, or a GroupReduce, can read chunks of which only some rows are there."""
     if found := [chunk for chunk in chunks if chunk in facts.of_rows]:
         raise PlanError(f"{where}: of {found[0]} only the rows are there that {facts.of_rows[found[0]]} sees")
 
 
-def _reduce_scatter(facts: _Facts, op: ReduceScatter, where: str) -> None:
+def _reduce_scatter(facts: _Facts, op: ReduceScatter, where: _Where | str) -> None:
     _home_of_all(op, where)
     _whole(facts, op.reads, where)
     _reduced(facts, op, range(1, op.group.size), where)
 
 
-def _tree_reduce(facts: _Facts, op: TreeReduce, where: str) -> None:
+def _tree_reduce(facts: _Facts, op: TreeReduce, where: _Where | str) -> None:
     """Its rounds must bring the partials of all ranks to their owners, each once.
 
     All ranks send the same places, so that what a rank lets go of in a round is merged where the receiver still has its
@@ -431,7 +457,7 @@ def _tree_reduce(facts: _Facts, op: TreeReduce, where: str) -> None:
         raise PlanError(f"{where}: owners get {held[0]} of {op.group.size} partials")
 
 
-def _reduced(facts: _Facts, op: ReduceScatter | GroupReduce, members: Iterable[int], where: str) -> None:
+def _reduced(facts: _Facts, op: ReduceScatter | GroupReduce, members: Iterable[int], where: _Where | str) -> None:
     """The partials of the members, #u, come to the owner."""
     (arriving,) = op.writes
     if not op.tensor.is_partial:
@@ -454,7 +480,7 @@ def _reduced(facts: _Facts, op: ReduceScatter | GroupReduce, members: Iterable[i
     facts.last[arriving] = where
 
 
-def _bundle(facts: _Facts, op: Bundle, where: str) -> None:
+def _bundle(facts: _Facts, op: Bundle, where: _Where | str) -> None:
     parts = Counter(part.tensor for part in op.parts)
     if op.into.tensor is not ODOQ.by_heads or parts != Counter(t.by_heads for t in (Q, O, DO)):
         raise PlanError(f"{where}: only q_h, o_h and do_h make an odoq_h")
@@ -468,7 +494,7 @@ def _bundle(facts: _Facts, op: Bundle, where: str) -> None:
         raise PlanError(f"{where}: on rank {rank}, the parts are of different chunks")
 
 
-def _row_sums(facts: _Facts, op: RowSums, where: str) -> None:
+def _row_sums(facts: _Facts, op: RowSums, where: _Where | str) -> None:
     tensors = [chunk.tensor for chunk in (*op.parts, op.into)]
     alike = len({tensor.is_by_heads for tensor in tensors}) == 1
     if Counter(tensor.by_tokens for tensor in tensors) != Counter((ODOQ, DOQ)) or not alike:
@@ -482,10 +508,10 @@ def _row_sums(facts: _Facts, op: RowSums, where: str) -> None:
     facts.rows[op.into] = facts.rows_of(op.parts[0])
 
 
-def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, part: int, visible: np.ndarray, where: str) -> None:
+def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, part: int, visible: np.ndarray, where: _Where | str) -> None:
     """Record that the block of each rank with chunk `counterpart`, or a part of it, is folded into `into`."""
     blocks = facts.partial(into)
-    word, bit = facts.bit(counterpart // facts.problem.layout.head_parallel * facts.parts(into) + part)
+    word, bit = facts.bit(counterpart, facts.parts(into), part)
     old = blocks[facts.ranks, word]
     if (rank := _first(visible & ((old & bit) != 0))) is not None:
         raise PlanError(f"{where}: on rank {rank}, block ({into}, chunk {counterpart[rank]}) is computed twice")
@@ -493,12 +519,12 @@ def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, part: int, visi
     facts.last[into] = where
 
 
-def _attend(facts: _Facts, op: Attend, where: str) -> None:
+def _attend(facts: _Facts, op: Attend, where: _Where | str) -> None:
     _whole(facts, op.reads, where)
     _folded(facts, op, where)
 
 
-def _folded(facts: _Facts, op: Attend, where: str) -> None:
+def _folded(facts: _Facts, op: Attend, where: _Where | str) -> None:
     _tensors(facts, where, (op.q, op.kv, op.o), (Q, KV, O))
     q, kv, visible = _operands(facts, op.q, op.kv, where)
     _serves(facts, op.o, q, where)
@@ -506,12 +532,12 @@ def _folded(facts: _Facts, op: Attend, where: str) -> None:
     _count_block(facts, op.o, kv, 0, visible, where)
 
 
-def _attend_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
+def _attend_backward(facts: _Facts, op: AttendBackward, where: _Where | str) -> None:
     _whole(facts, op.reads, where)
     _folded_backward(facts, op, where)
 
 
-def _folded_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
+def _folded_backward(facts: _Facts, op: AttendBackward, where: _Where | str) -> None:
     _tensors(facts, where, (op.odoq, op.kv, op.dq, op.dkv), (ODOQ, KV, DQ, DKV))
     q, kv, visible = _operands(facts, op.odoq, op.kv, where)
     _serves(facts, op.dq, q, where)
@@ -521,7 +547,7 @@ def _folded_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
     _count_block(facts, op.dkv, q, op.odoq.heads % facts.problem.query_parts, visible, where)
 
 
-def _fused(facts: _Facts, op: Fused, where: str) -> None:
+def _fused(facts: _Facts, op: Fused, where: _Where | str) -> None:
     """Its blocks must be of one kind, and each of its query chunks must have one with each of its key chunks."""
     pairs = [(block.q, block.kv) for block in op.blocks]
     if len({type(block) for block in op.blocks}) > 1 or Counter(pairs) != Counter(product(op.queries, op.keys)):
@@ -532,7 +558,7 @@ def _fused(facts: _Facts, op: Fused, where: str) -> None:
         _RULES[type(block)](facts, block, where)
 
 
-def _gathered(facts: _Facts, op: Gathered, where: str) -> None:
+def _gathered(facts: _Facts, op: Gathered, where: _Where | str) -> None:
     """Its keys must be the rank's own, or rows that all its queries are asked for."""
     if len(op.queries) > 1 or len(op.blocks) != len(op.keys) or len({chunk.heads for chunk in op.keys}) > 1:
         raise PlanError(f"{where}: is not a block of one query chunk with each of its key chunks")
@@ -548,7 +574,7 @@ def _gathered(facts: _Facts, op: Gathered, where: str) -> None:
             _folded_backward(facts, block, where)
 
 
-def _operands(facts: _Facts, q: Chunk, kv: Chunk, where: str) -> tuple[Ranks, Ranks, np.ndarray]:
+def _operands(facts: _Facts, q: Chunk, kv: Chunk, where: _Where | str) -> tuple[Ranks, Ranks, np.ndarray]:
     """The content of a block's chunks, and on which ranks it has anything unmasked: there both must have been sent."""
     owners, keys = facts.owner(q), facts.owner(kv)
     visible = facts.sees(owners, keys)
@@ -557,7 +583,7 @@ def _operands(facts: _Facts, q: Chunk, kv: Chunk, where: str) -> tuple[Ranks, Ra
     return owners, keys, visible
 
 
-def _rows_read(facts: _Facts, q: Chunk, kv: Chunk, partial: Chunk, visible: np.ndarray, where: str) -> None:
+def _rows_read(facts: _Facts, q: Chunk, kv: Chunk, partial: Chunk, visible: np.ndarray, where: _Where | str) -> None:
     """Both chunks of a block must hold the same heads, and the query chunk every row that the block reads."""
     degree, owners, keys = facts.problem.layout.head_parallel, facts.owner(q), facts.owner(kv)
     if degree > 1 and (rank := _first(owners % degree != keys % degree)) is not None:
@@ -570,7 +596,7 @@ def _rows_read(facts: _Facts, q: Chunk, kv: Chunk, partial: Chunk, visible: np.n
     facts.rows[partial] = needed.around(facts.rows_of(partial)) if partial in facts.blocks else needed
 
 
-def _serves(facts: _Facts, partial: Chunk, chunk: Ranks, where: str) -> None:
+def _serves(facts: _Facts, partial: Chunk, chunk: Ranks, where: _Where | str) -> None:
     """The accumulator's owner must be the chunk that the block is computed for."""
     said = facts.owner(partial)
     if (rank := _first(said != chunk)) is not None:
@@ -579,7 +605,7 @@ def _serves(facts: _Facts, partial: Chunk, chunk: Ranks, where: str) -> None:
         )
 
 
-def _fold(facts: _Facts, op: Fold, where: str) -> None:
+def _fold(facts: _Facts, op: Fold, where: _Where | str) -> None:
     _whole(facts, (op.part, op.into), where)
     if not op.part.is_arriving or op.part.tensor != op.into.tensor or op.into.is_arriving:
         raise PlanError(f"{where}: folds {op.part} into {op.into}")
@@ -595,7 +621,7 @@ def _fold(facts: _Facts, op: Fold, where: str) -> None:
     facts.last[op.into] = where
 
 
-def _join(facts: _Facts, op: Join, where: str) -> None:
+def _join(facts: _Facts, op: Join, where: _Where | str) -> None:
     """A Join only orders operations; nothing to check."""
 
 

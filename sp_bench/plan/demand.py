@@ -39,6 +39,7 @@ Demand = Mapping[int, np.ndarray]
 
 ALL: Demand = MappingProxyType({})
 _CACHE: WeakKeyDictionary[Plan, dict[Problem, Demand]] = WeakKeyDictionary()
+_UNTOUCHED: WeakKeyDictionary[Plan, dict[bool, Mapping[Chunk, np.ndarray]]] = WeakKeyDictionary()
 
 
 def demand(plan: Plan, problem: Problem) -> Demand:
@@ -58,9 +59,20 @@ def untouched_partials(plan: Plan, problem: Problem, *, compute: bool = True) ->
     Their blocks see nothing under the mask, or are left out (without `compute`).
     """
     wanted, visible = demand(plan, problem), _visible(plan, problem)
-    n = plan.n if wanted or visible.differs else 1
-    everyone, nobody = np.ones(n, bool), np.zeros(n, bool)
-    touched, found = dict.fromkeys(plan.starts_with, everyone), dict[Chunk, np.ndarray]()
+    if wanted or visible.differs:
+        return _untouched(plan, wanted, visible, np.ones(plan.n, bool), compute=compute)
+    known = _UNTOUCHED.setdefault(plan, {})  # the same of every such problem
+    if compute not in known:
+        known[compute] = _untouched(plan, wanted, visible, np.True_, compute=compute)
+    return known[compute]
+
+
+def _untouched(
+    plan: Plan, wanted: Demand, visible: Visible, everyone: np.ndarray | np.bool, *, compute: bool
+) -> Mapping[Chunk, np.ndarray]:
+    """`everyone` is (n,), or True where ranks don't differ."""
+    nobody = ~everyone
+    touched, found = dict.fromkeys(plan.starts_with, everyone), dict[Chunk, np.ndarray | np.bool]()
     for index, op in plan:
         if isinstance(op, Transfer):
             sends = (
@@ -73,7 +85,8 @@ def untouched_partials(plan: Plan, problem: Problem, *, compute: bool = True) ->
             touched |= dict.fromkeys(op.writes, everyone)
         elif isinstance(op, Block):
             for block, sees in visible.of(index, op, everyone) if compute else ():
-                touched |= {chunk: touched.get(chunk, nobody) | sees for chunk in block.writes}
+                for chunk in block.writes:
+                    touched[chunk] = touched.get(chunk, nobody) | sees
         elif isinstance(op, Fold):
             folded = wanted.get(index, everyone) if compute else nobody
             touched[op.into] = touched.get(op.into, nobody) | folded
@@ -95,7 +108,9 @@ class Visible:
         """Whether any block has nothing to compute on any rank."""
         return not self.sees[self.classes.there].all()
 
-    def of(self, index: int, op: Block, everyone: np.ndarray) -> Iterator[tuple[Attend | AttendBackward, np.ndarray]]:
+    def of(
+        self, index: int, op: Block, everyone: np.ndarray | np.bool
+    ) -> Iterator[tuple[Attend | AttendBackward, np.ndarray | np.bool]]:
         """Each block of operation `index`, and which ranks have anything to compute of it: (n,), or `everyone`."""
         first = self.classes.first[index]
         for row, block in enumerate(op.blocks, first):

@@ -48,9 +48,16 @@ def write(
         if content is None:
             other.unlink(missing_ok=True)
         else:
-            write_whole(other, json.dumps(msgspec.to_builtins(content)) + "\n")
+            write_whole(other, _encoded(name, content))
     write_whole(path, json.dumps(record.to_dict(), indent=1) + "\n")
     return path
+
+
+def _encoded(name: str, content: Any) -> bytes:
+    """The content of a file beside a record. A simulated trace has no NaN, which samples may have, and is long."""
+    if name == "trace":
+        return msgspec.json.encode(content) + b"\n"
+    return json.dumps(msgspec.to_builtins(content)).encode() + b"\n"
 
 
 def beside(path: Path) -> dict[str, Path]:

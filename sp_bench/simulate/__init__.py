@@ -7,8 +7,10 @@ through, slow ranks and links, noise.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
 from sp_bench.simulate.flows import Solver, TaskGraph, Timing, is_compiled, solve
-from sp_bench.simulate.graph import Item, PlanGraph, build_graph
+from sp_bench.simulate.graph import PlanGraph, build_graph
 from sp_bench.simulate.slowdown import slowed_by_transfers
 
 __all__ = ["WAITING", "Run", "Span", "exactly", "simulate"]
@@ -38,8 +40,7 @@ FEW_TASKS = 1_000
 """Up to here plain Python beats the start of a compiler."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """An operation of one stream of a rank, from start to end in seconds."""
 
     stream: str
@@ -97,8 +98,8 @@ class Run:
         """
         last, kinds = self.last_rank, self.graph.quotient.ranks
         arriving_s = np.zeros(kinds.size)
-        for item in self.graph.items:
-            if times := self._arrivals(item, kinds):
+        for times in self._arrivals(kinds):
+            if times:
                 arriving_s += times[1] - times[0]
         alike = np.abs(self.exposed_s - self.exposed_s[last]) <= ALIKE * self.exposed_s[last]
         nearly_last = self.ended_s >= self.makespan_s * (1 - NEARLY_LAST)
@@ -117,30 +118,33 @@ class Run:
         """The waits of one rank: on each lane what arrives, and as `WAITING` when its blocks wait before it ends."""
         kind, found, idle_from_s = self.graph.quotient.orbit[rank], [], 0.0
         starts, ends = self.graph.by_rank(self.start_s), self.graph.by_rank(self.finish_s)
-        for item, (stream, label) in zip(self.graph.items, self._names, strict=True):
+        arrivals = self._arrivals(np.array([rank]))
+        for item, (stream, label), times in zip(self.graph.items, self._names, arrivals, strict=True):
             if isinstance(item.what, Segment):
                 rows = list(item.rows)
                 found.append(Span(WAITING, label, idle_from_s, float(starts[rows, kind].min())))
                 idle_from_s = float(ends[rows, kind].max())
-            elif times := self._arrivals(item, np.array([rank])):
+            elif times:
                 found.append(Span(stream, label, *(float(time[0]) for time in times)))
         return [*found, Span(WAITING, "the end", idle_from_s, float(self.ended_s[rank]))]
 
-    def _arrivals(self, item: Item, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """When what a transfer brings begins and ends to arrive at each of `ranks`; None of what brings nothing."""
-        if isinstance(item.what, Segment):
-            return None
-        op, orbit, rows = self.plan.ops[item.what], self.graph.quotient.orbit, np.array(item.rows)
-        assert isinstance(op, Transfer)
-        if isinstance(op, AllGather | ReduceScatter):
-            sources = np.tile(orbit[ranks], (rows.size, 1))
-        else:
-            sources = np.array([orbit[group.member(ranks, -shift)] for group, shift in peers(op)], int)
-        rows = rows[: len(sources), None]  # then an AllToAll unpacks
-        if not rows.size:
-            return None
+    def _arrivals(self, ranks: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray] | None]:
+        """When what each item brings begins and ends to arrive at each of `ranks`; None of one that brings nothing."""
         starts, ends = self.graph.by_rank(self.start_s), self.graph.by_rank(self.finish_s)
-        return starts[rows, sources].min(axis=0), ends[rows, sources].max(axis=0)
+        orbit = self.graph.quotient.orbit
+        source = cache(lambda group, shift: orbit[group.member(ranks, -shift)])
+        for item in self.graph.items:
+            if isinstance(item.what, Segment):
+                yield None
+                continue
+            op, rows = self.plan.ops[item.what], np.array(item.rows)
+            assert isinstance(op, Transfer)
+            if isinstance(op, AllGather | ReduceScatter):
+                sources = np.tile(orbit[ranks], (rows.size, 1))
+            else:
+                sources = np.array([source(group, shift) for group, shift in peers(op)], int)
+            rows = rows[: len(sources), None]  # then an AllToAll unpacks
+            yield (starts[rows, sources].min(axis=0), ends[rows, sources].max(axis=0)) if rows.size else None
 
     @cached_property
     def _names(self) -> list[tuple[str, str]]:
