@@ -120,9 +120,14 @@ class _Facts:
     sources: dict[tuple[Group | Exchange, int], Ranks] = field(default_factory=dict)
     visible: np.ndarray = field(init=False)
     """Whether a block of each class has anything unmasked: (classes,)."""
+    sees_all: bool = field(init=False)
+    """Whether all of them have."""
+    everyone: np.ndarray = field(init=False)
+    """True for each rank: (n,)."""
 
     def __post_init__(self) -> None:
         self.visible = np.asarray(self.problem.blocks.pairs) > 0
+        self.sees_all, self.everyone = bool(self.visible.all()), np.ones(self.problem.n, bool)
 
     def owner(self, chunk: Chunk) -> Ranks:
         """The global index that the chunk's place gives it, by rank; the same array each time."""
@@ -139,6 +144,8 @@ class _Facts:
         return self.sources[key]
 
     def sees(self, q: Ranks, kv: Ranks) -> np.ndarray:
+        if self.sees_all:
+            return self.everyone
         return self.visible[self.problem.blocks.of(q, kv)]
 
     @cached_property
@@ -291,11 +298,15 @@ def _one_slice(facts: _Facts, where: _Where | str, chunks: Sequence[Chunk]) -> N
 def _placed(facts: _Facts, chunk: Chunk, where: _Where | str, there: np.ndarray | bool = True) -> None:
     """A chunk's content must be what the index map says, on the ranks that are to have it."""
     said, found = facts.owner(chunk), facts.content[chunk]
+    if found is said:
+        return
     rank = _first(there & (said != found))
     if rank is not None and found[rank] == NOTHING:
         raise PlanError(f"{where}: on rank {rank}, {chunk} is needed and was not sent there")
     if rank is not None:
         raise PlanError(f"{where}: on rank {rank}, {chunk} is global chunk {found[rank]} and should be {said[rank]}")
+    if there is True:
+        facts.content[chunk] = said  # the next look at it takes no time
 
 
 def _pass(facts: _Facts, op: Pass, where: _Where | str, wanted: np.ndarray | None) -> None:
@@ -330,6 +341,9 @@ def _pass(facts: _Facts, op: Pass, where: _Where | str, wanted: np.ndarray | Non
 
 def _rows_passed(facts: _Facts, op: Pass, source: Ranks, where: _Where | str) -> None:
     """Record which rows arrive. The sender must have every row it sends, and send every row of a partial it has."""
+    if op.against is None and op.send not in facts.rows:  # all rows come, and all are there
+        facts.rows.pop(op.recv, None)
+        return
     held = arriving = facts.rows_of(op.send)
     sent = facts.all_rows(op.send)
     if op.against is not None:
@@ -512,10 +526,11 @@ def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, part: int, visi
     """Record that the block of each rank with chunk `counterpart`, or a part of it, is folded into `into`."""
     blocks = facts.partial(into)
     word, bit = facts.bit(counterpart, facts.parts(into), part)
-    old = blocks[facts.ranks, word]
-    if (rank := _first(visible & ((old & bit) != 0))) is not None:
+    there, bit = facts.ranks * blocks.shape[1] + word, bit if facts.sees_all else np.where(visible, bit, np.uint64(0))
+    old = blocks.reshape(-1)[there]
+    if (rank := _first((old & bit) != 0)) is not None:
         raise PlanError(f"{where}: on rank {rank}, block ({into}, chunk {counterpart[rank]}) is computed twice")
-    blocks[facts.ranks, word] = np.where(visible, old | bit, old)
+    blocks.reshape(-1)[there] = old | bit
     facts.last[into] = where
 
 
@@ -599,7 +614,7 @@ def _rows_read(facts: _Facts, q: Chunk, kv: Chunk, partial: Chunk, visible: np.n
 def _serves(facts: _Facts, partial: Chunk, chunk: Ranks, where: _Where | str) -> None:
     """The accumulator's owner must be the chunk that the block is computed for."""
     said = facts.owner(partial)
-    if (rank := _first(said != chunk)) is not None:
+    if said is not chunk and (rank := _first(said != chunk)) is not None:
         raise PlanError(
             f"{where}: on rank {rank}, {partial} belongs to chunk {said[rank]}, the block to chunk {chunk[rank]}"
         )
@@ -612,10 +627,12 @@ def _fold(facts: _Facts, op: Fold, where: _Where | str) -> None:
     _serves(facts, op.into, facts.content[op.part], where)
     _one_slice(facts, where, (op.part, op.into))
     part = facts.blocks.pop(op.part)
-    rows = facts.rows_of(op.part)
-    facts.rows[op.into] = rows.around(facts.rows_of(op.into)) if op.into in facts.blocks else rows
+    if op.part in facts.rows or op.into in facts.rows:  # otherwise both have all of them
+        rows = facts.rows_of(op.part)
+        facts.rows[op.into] = rows.around(facts.rows_of(op.into)) if op.into in facts.blocks else rows
     into = facts.partial(op.into)
-    if (rank := _first((into & part).any(axis=1))) is not None:
+    if (both := into & part).any():
+        rank = _first(both.any(axis=1))
         raise PlanError(f"{where}: on rank {rank}, a block of {op.part} is in {op.into} already")
     into |= part
     facts.last[op.into] = where
