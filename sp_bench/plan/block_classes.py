@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from sp_bench.plan.ops import Block, Chunk, Place, Plan
+from sp_bench.plan.groups import Grid, Group
+from sp_bench.plan.ops import Block, Chunk, Plan
 from sp_bench.plan.problem import Problem
 
 BLOCKS_AT_ONCE = 512
@@ -67,13 +68,14 @@ def block_classes(plan: Plan, problem: Problem) -> BlockClasses:
 
 def _find(plan: Plan, problem: Problem) -> BlockClasses:
     """Chunks have few places, so that each place's owners are found once."""
-    ranks, owners, numbers = np.arange(plan.n, dtype=np.int32), list[np.ndarray](), dict[Place, int]()
+    ranks, owners = np.arange(plan.n, dtype=np.int32), list[np.ndarray]()
+    numbers: dict[tuple[Group | Grid, int], int] = {}
 
     def number(chunk: Chunk) -> int:
-        place = chunk.place
+        place = chunk.home, chunk.index
         if place not in numbers:
             numbers[place] = len(owners)
-            owners.append(place.owner(ranks))
+            owners.append(chunk.owner(ranks))
         return numbers[place]
 
     first, pairs = dict[int, int](), list[tuple[int, int]]()

@@ -46,11 +46,11 @@ class Chunk(NamedTuple):
 
     def at(self, index: int) -> Chunk:
         """The chunk with another local index."""
-        return Chunk(self.tensor, index % self.home.size, self.home, heads=self.heads)
+        return Chunk(self.tensor, index % self.home.size, self.home, 0, self.heads)
 
     def slice(self, heads: int) -> Chunk:
         """The same tokens with another slice of the heads."""
-        return self._replace(heads=heads)
+        return Chunk(self.tensor, self.index, self.home, self.arrival, heads)
 
     def slices(self, count: int) -> list[Chunk]:
         """The same tokens in each of `count` head slices."""
@@ -58,7 +58,7 @@ class Chunk(NamedTuple):
 
     def arriving(self, number: int = 1) -> Chunk:
         """The buffer for a peer's partial of this chunk."""
-        return self._replace(arrival=number)
+        return Chunk(self.tensor, self.index, self.home, number, self.heads)
 
     @property
     def is_arriving(self) -> bool:

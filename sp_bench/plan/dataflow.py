@@ -10,7 +10,10 @@ from sp_bench.plan.ops import BLOCKS, Bundle, Chunk, Fold, Plan, PlanError, RowS
 
 
 class Value(NamedTuple):
-    """One version of a chunk. Receiving it again, or adding to it after it was sent on, starts a new version."""
+    """One version of a chunk. Receiving it again, or adding to it after it was sent on, starts a new version.
+
+    In a plan's dataflow equal values are one object, and so are the chunks of equal ones: their ids can stand for them.
+    """
 
     chunk: Chunk
     version: int
@@ -34,7 +37,10 @@ class Dataflow:
 
     def starts(self, index: int, chunk: Chunk) -> bool:
         """Whether operation `index` makes a new value of `chunk` (it may add to one instead)."""
-        return any(value.chunk == chunk and self.first_use[value] == index for value in self.writes[index])
+        for value in self.writes[index]:  # asked for each of thousands of blocks
+            if value.chunk == chunk and self.first_use[value] == index:
+                return True
+        return False
 
 
 _CACHE: WeakKeyDictionary[Plan, Dataflow] = WeakKeyDictionary()
@@ -46,15 +52,15 @@ def dataflow(plan: Plan) -> Dataflow:
     Raises PlanError for an operation that reads a chunk that is not there, or receives over an input of the plan.
     """
     if plan not in _CACHE:
-        reads, writes = _values(plan)
-        _CACHE[plan] = Dataflow(reads, writes, *_lifetimes(plan, reads, writes))
+        reads, writes, newest = _values(plan)
+        _CACHE[plan] = Dataflow(reads, writes, *_lifetimes(plan, reads, writes, newest))
     return _CACHE[plan]
 
 
-def _values(plan: Plan) -> tuple[Values, Values]:
-    """The values that each operation reads and writes."""
-    versions = dict.fromkeys(plan.starts_with, 0)
-    given, there = frozenset(versions), set(versions)
+def _values(plan: Plan) -> tuple[Values, Values, dict[Chunk, Value]]:
+    """The values that each operation reads and writes, and the last one of each chunk."""
+    newest = {chunk: Value(chunk, 0) for chunk in plan.starts_with}
+    given, there = frozenset(newest), set(newest)
     bundled: dict[Value, tuple[Value, ...]] = {}
     reads, writes = [], []
     for index, op in plan:
@@ -63,9 +69,9 @@ def _values(plan: Plan) -> tuple[Values, Values]:
         reading = op.reads
         for chunk in reading:
             if chunk not in there:
-                gone = "that was sent on or folded already" if chunk in versions else "before anything has put it there"
+                gone = "that was sent on or folded already" if chunk in newest else "before anything has put it there"
                 raise PlanError(f"operation {index}, {op}: reads {chunk} {gone}")
-        read = tuple([Value(chunk, versions[chunk]) for chunk in reading])
+        read = tuple([newest[chunk] for chunk in reading])
         reads.append((*read, *(part for value in read for part in bundled.get(value, ()))) if bundled else read)
         if isinstance(op, Fold | Transfer):  # a partial is folded or sent on once
             there -= {chunk for chunk in reading if chunk.tensor.is_partial and chunk not in plan.kept}
@@ -74,30 +80,31 @@ def _values(plan: Plan) -> tuple[Values, Values]:
             if chunk in given:
                 raise PlanError(f"operation {index}, {op}: receives over {chunk}, which the rank has already")
             if isinstance(op, Transfer) or chunk not in there:
-                versions[chunk] = versions.get(chunk, -1) + 1
+                last = newest.get(chunk)
+                newest[chunk] = Value(last.chunk, last.version + 1) if last else Value(chunk, 0)
                 there.add(chunk)
-        writes.append(tuple([Value(chunk, versions[chunk]) for chunk in writing]))
+        writes.append(tuple([newest[chunk] for chunk in writing]))
         if isinstance(op, Bundle):
             bundled[writes[-1][0]] = reads[-1]
     for chunk in plan.ends_with:
         if chunk not in there:
             raise PlanError(f"the end of the plan: its output {chunk} was never computed, or sent on")
-    return tuple(reads), tuple(writes)
+    return tuple(reads), tuple(writes), newest
 
 
-def _lifetimes(plan: Plan, reads: Values, writes: Values) -> tuple[dict[Value, int], dict[Value, int]]:
+def _lifetimes(
+    plan: Plan, reads: Values, writes: Values, newest: dict[Chunk, Value]
+) -> tuple[dict[Value, int], dict[Value, int]]:
     """(first use, last use) of each value; inputs live from the start, outputs to the end."""
     end = len(plan.ops)
-    first = {Value(chunk, 0): 0 for chunk in plan.starts_with}
-    last = {Value(chunk, 0): end for chunk in plan.starts_with}
-    newest: dict[Chunk, Value] = {}
+    first_values = [Value(chunk, 0) for chunk in plan.starts_with]
+    first = dict.fromkeys(first_values, 0)
+    last: dict[Value, int] = {}
     for index in range(end):
         for value in (*reads[index], *writes[index]):
             first.setdefault(value, index)
-            last[value] = max(index, last.get(value, index))
-            newest[value.chunk] = value
-    for chunk in plan.ends_with:
-        last[newest[chunk]] = end
+            last[value] = index
+    last |= dict.fromkeys(first_values, end) | {newest[chunk]: end for chunk in plan.ends_with}
     return first, last
 
 

@@ -119,16 +119,17 @@ def _receive_buffers(plan: Plan, flow: Dataflow) -> tuple[dict[int, ReceiveBuffe
 def _waits(plan: Plan, flow: Dataflow, before: Mapping[int, Values]) -> tuple[tuple[Waits, ...], tuple[Waits, ...]]:
     """(waits, buffer_free) of each operation; `before` has the values that a transfer's buffer held before it."""
     streams = [op.stream for op in plan.ops]
-    writer: dict[Chunk, int] = {}
-    readers: dict[Chunk, list[int]] = {}
-    users: dict[Value, list[int]] = {}
+    # By the ids of chunks and values, of which there is one object each (dataflow.Value).
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    users: dict[int, list[int]] = {}
     joined: int | None = None
     waits, buffer_free = [], []
     for index, op in plan:
-        read = op.reads
+        read = [id(value.chunk) for value in flow.reads[index][: len(op.reads)]]
         needs = [writer[chunk] for chunk in read if chunk in writer]
         hazards = []
-        for chunk in op.writes:
+        for chunk in [id(value.chunk) for value in flow.writes[index]]:
             if chunk in writer:
                 hazards.append(writer[chunk])
             hazards += readers.pop(chunk, ())
@@ -136,9 +137,9 @@ def _waits(plan: Plan, flow: Dataflow, before: Mapping[int, Values]) -> tuple[tu
         for chunk in read:
             readers.setdefault(chunk, []).append(index)
         if index in before:
-            hazards += [user for value in before[index] for user in users[value]]
+            hazards += [user for value in before[index] for user in users[id(value)]]
         for value in (*flow.reads[index], *flow.writes[index]):
-            users.setdefault(value, []).append(index)
+            users.setdefault(id(value), []).append(index)
         if isinstance(op, Join):
             hazards += range(index)
             joined = index

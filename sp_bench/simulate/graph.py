@@ -240,9 +240,8 @@ class _Builder:
 
     def _keeps_algorithms(self, move: np.ndarray) -> bool:
         """Whether the flows of collectives are the same after the ranks have moved."""
-        ways = [
-            way for op in dict.fromkeys(self.plan.ops) if isinstance(op, Collective) and (way := self._algorithm(op))
-        ]
+        ops = dict.fromkeys(op for op in self.plan.ops if isinstance(op, Collective))
+        ways = [way for op in ops if (way := self._algorithm(op))]
         return all(
             np.array_equal(move[flow.target], flow.target[move])
             and np.array_equal(flow.share[move], flow.share)

@@ -98,16 +98,18 @@ class OperationCosts:
 
     def that_leave_blocks(self, moves: Sequence[Permutation], *, apart: float = 0.0) -> Sequence[Permutation]:
         """The moves under which the kernel calls of each block stay the same, or differ by this share at most."""
-        for block_s in self._by_block() if moves else ():
+        for block_s in self._by_block(apart) if moves else ():
             unlike = block_s[block_s.min(axis=1) < (1 - apart) * block_s.max(axis=1)]
             moves = [move for move in moves if np.array_equal(unlike[:, move], unlike)]
             if not moves:
                 break
         return moves
 
-    def _by_block(self) -> Iterator[np.ndarray]:
-        """Costs of blocks that may differ by rank, many at once: (blocks, n)."""
-        yield from self._classes.slabs(self._blocks.class_s, self._blocks.alone)
+    def _by_block(self, apart: float) -> Iterator[np.ndarray]:
+        """Costs of blocks that may differ by rank, by more than this share, many at once: (blocks, n)."""
+        there_s = self._blocks.class_s[self._classes.there]
+        if there_s.size and there_s.min() < (1 - apart) * there_s.max():
+            yield from self._classes.slabs(self._blocks.class_s, self._blocks.alone)
         yield from (self._blocks.joined_s(rows, np.arange(self._problem.n))[None] for rows in self._blocks.joinable())
         for index, op in self._plan:
             if isinstance(op, Fused | Gathered):
