@@ -12,6 +12,7 @@ from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
 from sp_bench.point import resolve
+from sp_bench.point.collection import uncollected
 from sp_bench.point.simulated import simulate_point
 from sp_bench.records import Record
 from sp_bench.records.interval import Interval, interval
@@ -152,6 +153,7 @@ def _refuse_others(config: Mapping[str, Any]) -> None:
         raise RequestError(f"head_dim={config['head_dim']}, kv_heads={config['kv_heads']} of such a model", rule, works)
 
 
+@uncollected()
 def _tried(config: Mapping[str, Any]) -> Feasible | RequestError:
     """A method simulated at its fastest degrees, or why it can't run."""
     try:

@@ -16,6 +16,7 @@ from sp_bench.errors import RequestError
 from sp_bench.plan.method import Method
 from sp_bench.plan.patterns import divisors
 from sp_bench.point import resolve
+from sp_bench.point.collection import uncollected
 from sp_bench.point.backing import TELLING
 from sp_bench.point.training import simulate_chosen
 from sp_bench.reading import Count, Tokens, read
@@ -226,6 +227,7 @@ def _try(
         done(f"{case.split} {case.method}")
 
 
+@uncollected()
 def _tried(config: Mapping[str, Any]) -> tuple[Method, Record] | RequestError:
     """The method with the options of its fastest variant, and the simulated step; or why it can't be."""
     try:

@@ -14,6 +14,7 @@ from sp_bench.launch import Launch
 from sp_bench.plan.problem import Problem
 from sp_bench.point import data_parallel
 from sp_bench.point.choose import DeviceMemoryError
+from sp_bench.point.collection import uncollected
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
 from sp_bench.point.request import resolve as resolve_plain
@@ -147,6 +148,7 @@ def _measure(requests: Sequence[Request], progress: Callable[[int], None]) -> li
         return [_failed(requests[0], error)]
 
 
+@uncollected()
 def _simulate(request: Request) -> Outcome:
     try:
         return simulation_of(request).outcome(request)

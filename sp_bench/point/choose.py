@@ -16,6 +16,7 @@ from sp_bench.plan.layout import Layout
 from sp_bench.plan.method import CollectiveMethod, Method
 from sp_bench.plan.ops import Fused, Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.point.collection import uncollected
 from sp_bench.point.request import Request
 from sp_bench.simulate import Run, exactly, simulate
 from sp_bench.simulate.blocks import kernels_s
@@ -78,6 +79,7 @@ class Choice:
         return sum(run.makespan_s for run in self.runs.values())
 
 
+@uncollected()
 def choose(request: Request) -> Choice:
     """The variant with the shortest simulated time over the request's phases.
 
@@ -134,6 +136,7 @@ def _fastest(request: Request, planned: Sequence[Choice]) -> Choice:
     return replace(best, candidates=[rows[i] for i in sorted(rows)])
 
 
+@uncollected()
 def choose_attentions(request: Request) -> Choice:
     """`choose` of each attention of the request's step; the last one's choice has the others. Raises as choose does.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -155,7 +155,8 @@ class _Builder:
         self.plan, self.problem, self.cluster = plan, problem, cluster
         self.lowering = lower(plan, problem, cluster.transport)
         self.costs = OperationCosts(plan, problem, cluster.device, self.lowering)
-        self._algorithm = cache(self._find_algorithm)  # a plan has thousands of operations, of few kinds
+        self.algorithms: dict[Collective, Algorithm | None] = {}
+        """Those of collectives, of which a plan may have thousands, of few kinds."""
         self.network = cluster.network(problem.n)
         slow = cluster.stragglers.slow_ranks(problem.n)
         is_even = use_symmetry and cluster.is_even(problem.n)
@@ -326,8 +327,10 @@ class _Builder:
     def _tasks(self, waits: Waits) -> list[Tasks]:
         return [tasks for _, other in waits for tasks in self.ended[other]]
 
-    def _find_algorithm(self, op: Collective) -> Algorithm | None:
-        return self.cluster.algorithm(op, self.problem, self._sent(op).total)
+    def _algorithm(self, op: Collective) -> Algorithm | None:
+        if op not in self.algorithms:
+            self.algorithms[op] = self.cluster.algorithm(op, self.problem, self._sent(op).total)
+        return self.algorithms[op]
 
     def _sent(self, op: Collective) -> collectives.Bytes:
         by_field = messages(op, self.problem, 0)[0] if op.group.size > 1 else {}
