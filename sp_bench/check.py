@@ -522,7 +522,9 @@ def _row_sums(facts: _Facts, op: RowSums, where: _Where | str) -> None:
     facts.rows[op.into] = facts.rows_of(op.parts[0])
 
 
-def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, part: int, visible: np.ndarray, where: _Where | str) -> None:
+def _count_block(
+    facts: _Facts, into: Chunk, counterpart: Ranks, part: int, visible: np.ndarray, where: _Where | str
+) -> None:
     """Record that the block of each rank with chunk `counterpart`, or a part of it, is folded into `into`."""
     blocks = facts.partial(into)
     word, bit = facts.bit(counterpart, facts.parts(into), part)

@@ -25,7 +25,7 @@ from sp_bench.loggers import logger_by_default
 from sp_bench.loggers.wandb_client import WandbSettings
 from sp_bench.machine import gpus_here
 from sp_bench.reading import has_key, keys_at
-from sp_bench.resources import CONF, conf_folders
+from sp_bench.resources import CONF, conf_folders, suite_config
 from sp_bench.workload import WORKLOADS
 
 SECTIONS = {"cluster": ClusterSection, "implementation": Implementation, "logger": WandbSettings}
@@ -273,8 +273,14 @@ def _or_null(override: Override, config: DictConfig) -> Any:
 
 @lru_cache(maxsize=256)
 def _composed(choices: tuple[str, ...]) -> bytes:
-    """The config with these choices of groups, pickled. Kept, because Hydra takes a tenth of a second."""
-    return pickle.dumps(compose("config", overrides=list(choices)))
+    """The config with these choices of groups, pickled. Kept, because composing it takes long."""
+    # Folders beside the suite's are searched last.
+    content = suite_config(dict(each.split("=", 1) for each in choices if not each.startswith("hydra.searchpath=")))
+    if content is None:
+        return pickle.dumps(compose("config", overrides=list(choices)))
+    config = OmegaConf.create(content)
+    OmegaConf.set_struct(config, True)
+    return pickle.dumps(config)
 
 
 @lru_cache(maxsize=1024)

@@ -8,12 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sp_bench.cli.commands import commands_with
 from sp_bench.errors import RequestError
 from sp_bench.point.masks import OF_MASKS
-from sp_bench.resources import conf_content
+from sp_bench.resources import GLOBAL, conf_content, yaml_of
 
 MOST_NAMED = 4
 
@@ -23,7 +21,7 @@ class Keys:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
-        self.values: dict[str, Any] = yaml.safe_load((folders[0] / "config.yaml").read_text())
+        self.values: dict[str, Any] = yaml_of(folders[0] / "config.yaml")
         """The keys of every point, with their defaults."""
         defaults = [each for each in self.values.pop("defaults") if isinstance(each, dict)]
         self.chosen: dict[str, str] = {group: name for each in defaults for group, name in each.items()}
@@ -66,7 +64,7 @@ class Keys:
         files = {path.stem: path for folder in reversed(self._folders) for path in (folder / group).glob("*.yaml")}
         found: dict[str, set[str]] = {}
         for name, path in files.items():
-            top = "" if path.read_text().startswith("# @package _global_") else f"{group}."
+            top = "" if path.read_text().startswith(GLOBAL) else f"{group}."
             for key in _flat(conf_content(path, files)):
                 if key not in ("name", "kind"):
                     found.setdefault(top + key, set()).add(name)

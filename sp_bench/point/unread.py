@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from sp_bench.point.mode import Mode
-from sp_bench.resources import CONF
+from sp_bench.resources import CONF, yaml_of
 from sp_bench.workload import WORKLOADS
 
 MEASURED = ("measure", "alone")
@@ -65,9 +65,7 @@ def _default(key: str) -> Any:
 
 @cache
 def _defaults() -> Mapping[str, Any]:
-    import yaml
-
-    return yaml.safe_load((CONF / "config.yaml").read_text())
+    return yaml_of(CONF / "config.yaml")
 
 
 def _text(value: Any) -> str:

@@ -14,6 +14,7 @@ from sp_bench.plan.groups import UP, Group
 from sp_bench.simulate.rows import Path, Rows, Tasks
 from sp_bench.simulate.symmetry import Quotient
 
+
 class Bytes(NamedTuple):
     """Bytes that each rank sends in a collective."""
 

@@ -348,9 +348,7 @@ class _Builder:
             return ended
         return collectives.at_once(*ours, *where, staged_s, noise())
 
-    def _transfer(
-        self, index: int, op: Transfer, before: list[Tasks], early: PipelinedStart | None
-    ) -> list[Tasks]:
+    def _transfer(self, index: int, op: Transfer, before: list[Tasks], early: PipelinedStart | None) -> list[Tasks]:
         """A flow from each rank for each message. It starts when both its ends have posted: their waits are over.
 
         A pipelined send begins `early`, and the receives of some transfers are pre-posted.

@@ -1,0 +1,62 @@
+"""Configs that are composed without Hydra are those that Hydra composes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from sp_bench.cli import compose as module
+from sp_bench.cli.compose import Composer
+from sp_bench.resources import CONF, suite_config, yaml_of
+
+GROUPS = ("method", "cluster", "kernel", "implementation", "data", "logger", "model")
+
+
+def by_hydra(*choices: str) -> str:
+    """The config in JSON, with its keys in order and what stands for variables as it is."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return json.dumps(OmegaConf.to_container(compose("config", overrides=list(choices))))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_file_is_read_as_by_hydra(group: str) -> None:
+    """Numbers above all: YAML's own rules take 1e9 for a text."""
+    for path in sorted((CONF / group).glob("*.yaml")):
+        assert json.dumps(yaml_of(path)) == json.dumps(OmegaConf.to_container(OmegaConf.load(path))), path
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_choice_is_composed_as_by_hydra(group: str) -> None:
+    for path in sorted((CONF / group).glob("*.yaml")):
+        assert json.dumps(suite_config({group: path.stem})) == by_hydra(f"{group}={path.stem}"), path
+
+
+def test_choices_are_composed_together() -> None:
+    chosen = {"model": "deepseek_v3", "cluster": "a800", "data": "long", "method": "usp"}
+    assert json.dumps(suite_config(chosen)) == by_hydra(*(f"{group}={name}" for group, name in chosen.items()))
+
+
+def test_other_files_and_groups_are_left_to_hydra() -> None:
+    assert suite_config({"cluster": "mine"}) is None
+    assert suite_config({"hydra/launcher": "basic"}) is None
+
+
+def test_a_point_of_the_suites_files_needs_no_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
+    module._composed.cache_clear()
+    monkeypatch.setattr(module, "compose", lambda *_, **__: pytest.fail("Hydra composed"))
+    with Composer() as composer:
+        assert composer.compose(["method=ring", "cluster=b200", "gpus=16"])["gpus"] == 16
+    module._composed.cache_clear()
+
+
+def test_a_file_of_ones_own_is_composed_by_hydra(tmp_path: Path) -> None:
+    folder = tmp_path / "cluster"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("defaults: [h100_ndr400, _self_]\nname: mine\n")
+    with Composer(tmp_path) as composer:
+        found = composer.compose(["cluster=mine"])["cluster"]
+        assert found["name"] == "mine"
+        assert {**found, "name": 0} == {**composer.compose([])["cluster"], "name": 0}
