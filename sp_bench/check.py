@@ -285,7 +285,7 @@ def _tensors(facts: _Facts, where: _Where | str, chunks: Sequence[Chunk], wanted
 def _one_slice(facts: _Facts, where: _Where | str, chunks: Sequence[Chunk]) -> None:
     """Chunks of queries must be of one head slice, and chunks of keys of the slice of key heads that it attends to."""
     problem, queries, keys = facts.problem, set[int](), set[int]()
-    if problem.head_slices == 1 and not any([chunk.heads for chunk in chunks]):
+    if problem.head_slices == 1 and not any(chunk.heads for chunk in chunks):
         return
     for chunk in chunks:
         (keys if chunk.tensor.of_keys else queries).add(chunk.heads)

@@ -37,7 +37,7 @@ class Dataflow:
 
     def starts(self, index: int, chunk: Chunk) -> bool:
         """Whether operation `index` makes a new value of `chunk` (it may add to one instead)."""
-        for value in self.writes[index]:  # asked for each of thousands of blocks
+        for value in self.writes[index]:  # noqa: SIM110  # asked for each of thousands of blocks
             if value.chunk == chunk and self.first_use[value] == index:
                 return True
         return False

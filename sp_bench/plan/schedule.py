@@ -9,7 +9,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from sp_bench.plan.dataflow import Dataflow, Value, dataflow
-from sp_bench.plan.ops import BLOCKS, AllGather, Chunk, Join, Plan, RowCollective, Transfer
+from sp_bench.plan.ops import BLOCKS, AllGather, Join, Plan, RowCollective, Transfer
 from sp_bench.plan.tensors import Tensor
 
 Values = tuple[Value, ...]
