@@ -112,6 +112,8 @@ class _Facts:
     """The last operation that added to each partial."""
     kept: tuple[Chunk, ...] = ()
     """Chunks that the forward keeps for the backward."""
+    leaves_out: bool = True
+    """Whether any transfer leaves out rows that a block may read."""
     of_rows: dict[Chunk, Chunk] = field(default_factory=dict)
     """The queries that decide which rows there are of a chunk that a GroupCast brought, or of its partial."""
     blocks: dict[Chunk, np.ndarray] = field(default_factory=dict)
@@ -204,7 +206,9 @@ def check(plan: Plan, problem: Problem) -> None:
         raise PlanError(f"the plan is for {plan.n} ranks and the problem has {problem.n}")
     _interface(plan, problem)
     dataflow(plan)
-    facts, wanted = _Facts(problem, np.arange(problem.n), kept=plan.kept), demand(plan, problem)
+    leaves_out = problem.blocks.skips_queries and any(isinstance(op, Pass) and op.against for op in plan.ops)
+    facts = _Facts(problem, np.arange(problem.n), kept=plan.kept, leaves_out=leaves_out)
+    wanted = demand(plan, problem)
     for chunk in plan.starts_with:
         facts.content[chunk] = facts.owner(chunk) if chunk.index and problem.queries_everywhere else facts.ranks
         _placed(facts, chunk, "the plan's input")
@@ -329,7 +333,7 @@ def _pass(facts: _Facts, op: Pass, where: _Where | str, wanted: np.ndarray | Non
     arrived = facts.content[op.send][source]
     facts.content[op.recv] = arrived if wanted is None else np.where(wanted, arrived, NOTHING)
     _placed(facts, op.recv, where, True if wanted is None else wanted)
-    if facts.problem.blocks.skips_queries:
+    if facts.leaves_out:
         _rows_passed(facts, op, source, where)
     if partial:
         facts.blocks[op.recv] = facts.blocks.pop(op.send)[source]
@@ -605,7 +609,7 @@ def _rows_read(facts: _Facts, q: Chunk, kv: Chunk, partial: Chunk, visible: np.n
     degree, owners, keys = facts.problem.layout.head_parallel, facts.owner(q), facts.owner(kv)
     if degree > 1 and (rank := _first(owners % degree != keys % degree)) is not None:
         raise PlanError(f"{where}: on rank {rank}, {q} and {kv} have different heads")
-    if not facts.problem.blocks.skips_queries:  # then no rows are ever left out
+    if not facts.leaves_out:
         return
     needed = facts.rows_seen(owners, keys).where(visible)
     if (rank := _first(~needed.within(facts.rows_of(q)))) is not None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sp_bench.cluster.cluster import Cluster
-from sp_bench.plan.ops import BLOCKS, AllGather, Plan, ReduceScatter, Transfer
+from sp_bench.plan.ops import BLOCKS, AllGather, Pass, Plan, ReduceScatter, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
@@ -137,8 +137,13 @@ class Run:
             if isinstance(item.what, Segment):
                 yield None
                 continue
-            op, rows = self.plan.ops[item.what], np.array(item.rows)
+            op = self.plan.ops[item.what]
             assert isinstance(op, Transfer)
+            if isinstance(op, Pass):  # one row, as of most
+                row, there = item.rows.start, source(op.group, op.shift)
+                yield starts[row, there], ends[row, there]
+                continue
+            rows = np.array(item.rows)
             if isinstance(op, AllGather | ReduceScatter):
                 sources = np.tile(orbit[ranks], (rows.size, 1))
             else:

@@ -89,11 +89,14 @@ class PlanGraph:
 
     def rows_of(self, *, blocks: bool) -> np.ndarray:
         """The rows of segments, or of the transfers that move something."""
-        segments = [row for item in self.items if isinstance(item.what, Segment) for row in item.rows]
         if blocks:
-            return np.array(segments, int)
+            return self._segment_rows
         moving = self.by_rank(self.tasks.flow_bytes).any(axis=1)
-        return np.setdiff1d(np.flatnonzero(moving), segments)
+        return np.setdiff1d(np.flatnonzero(moving), self._segment_rows)
+
+    @cached_property
+    def _segment_rows(self) -> np.ndarray:
+        return np.array([row for item in self.items if isinstance(item.what, Segment) for row in item.rows], int)
 
     def work_s(self, tasks: TaskGraph) -> np.ndarray:
         """Seconds that each rank has to compute, alone on its core or device, by such tasks: (n,)."""
