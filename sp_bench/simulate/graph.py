@@ -242,10 +242,14 @@ class _Builder:
         way = self._algorithm(op)
         return collectives.rows_of(way, op.group) if way else op.group.size
 
+    @cached_property
+    def _collectives(self) -> list[Collective]:
+        """The plan's collectives, equal ones once."""
+        return list(dict.fromkeys(op for op in self.plan.ops if isinstance(op, Collective)))
+
     def _keeps_algorithms(self, move: np.ndarray) -> bool:
         """Whether the flows of collectives are the same after the ranks have moved."""
-        ops = dict.fromkeys(op for op in self.plan.ops if isinstance(op, Collective))
-        ways = [way for op in ops if (way := self._algorithm(op))]
+        ways = [way for op in self._collectives if (way := self._algorithm(op))]
         return all(
             np.array_equal(move[flow.target], flow.target[move])
             and np.array_equal(flow.share[move], flow.share)

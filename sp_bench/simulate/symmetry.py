@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -28,17 +28,22 @@ Permutation = np.ndarray
 """(n,) The rank that each rank is mapped to."""
 
 
-def rotations(plan: Plan, network: Network) -> list[Permutation]:
+def rotations(plan: Plan, network: Network) -> Sequence[Permutation]:
     """For each group of a plan, the smallest rotation that leaves all its groups, and the network, the same."""
-    ranks = np.arange(plan.n)
-    groups = list(dict.fromkeys(group for op in plan.ops if isinstance(op, Transfer) for group in _groups(op)))
-    found = []
+    groups = dict.fromkeys(group for op in plan.ops if isinstance(op, Transfer) for group in _groups(op))
+    return _rotations(tuple(groups), plan.n, network)
+
+
+@lru_cache(maxsize=64)
+def _rotations(groups: tuple[Group | Exchange, ...], n: int, network: Network) -> Sequence[Permutation]:
+    """Cached, as the plans of a method's phases and layouts have the same groups."""
+    ranks, found = np.arange(n), []
     for group in groups:
         if isinstance(group, Group):
             moves = (group.member(ranks, shift) for shift in divisors(group.size)[:-1])
             fitting = (move for move in moves if _commutes(move, groups) and network.moved(move) is not None)
             found += [move for move in [next(fitting, None)] if move is not None]
-    return found
+    return tuple(found)
 
 
 def _groups(op: Transfer) -> tuple[Group | Exchange, ...]:

@@ -1,0 +1,94 @@
+"""How often parts of a simulated point are found, and how large they are: what its time follows from."""
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sp_bench import simulate
+from sp_bench.check import check_all
+from sp_bench.errors import RequestError
+from sp_bench.plan import dataflow, demand, ops, schedule
+from sp_bench.point import choose as choosing
+from sp_bench.point.choose import choose
+from sp_bench.point.collection import uncollected
+from sp_bench.simulate import symmetry
+from tests.support.points import point
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str], list[Any]]:
+    """A function that returns the list to which all results of a module's function will be added."""
+
+    def watch(module: ModuleType, name: str) -> list[Any]:
+        function, results = getattr(module, name), []
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            results.append(function(*args, **kwargs))
+            return results[-1]
+
+        monkeypatch.setattr(module, name, noted)
+        return results
+
+    return watch
+
+
+def test_a_ring_of_1024_is_simulated_as_the_gpus_of_one_node(watched: Callable[[ModuleType, str], list[Any]]) -> None:
+    """Both layouts, and the one that is chosen with its fastest and its slowest blocks: 16 thousand tasks each."""
+    graphs, timings = watched(simulate, "build_graph"), watched(simulate, "solve")
+    choose(point("method=ring", "gpus=1024", "seqlen=4M", "phase=forward"))
+    n, hops = 1024, 1023
+    assert [graph.quotient.ranks.size for graph in graphs] == [8, 8]
+    assert [graph.tasks.delay_s.size for graph in graphs] == [8 * (n + hops)] * 2
+    assert [timing.start_s.size for timing in timings] == [8 * (n + hops)] * len(timings)
+    assert len(timings) <= 3
+
+
+def test_each_plan_has_one_dataflow_one_schedule_and_one_list_of_neutral_elements(
+    watched: Callable[[ModuleType, str], list[Any]],
+) -> None:
+    """Whatever the layouts that share it, and however often it is simulated."""
+    found = watched(choosing, "variants")
+    flows, waits = watched(dataflow, "_values"), watched(schedule, "_waits")
+    neutral, moves = watched(demand, "_untouched"), symmetry._rotations.cache_info().misses
+    choose(point("method=mesh", "gpus=32", "seqlen=64k"))
+    (variants,) = found
+    plans = {plan for choice in variants for plan in choice.plans.values()}
+    assert len(plans) < sum(len(choice.plans) for choice in variants), "layouts share plans"
+    assert len(flows) == len(waits) == len(neutral) == len(plans)
+    groups = {choice.method for choice in variants}
+    assert symmetry._rotations.cache_info().misses - moves <= 2 * len(groups)
+
+
+def test_a_variant_is_simulated_once_and_the_chosen_one_with_its_own_blocks(
+    watched: Callable[[ModuleType, str], list[Any]],
+) -> None:
+    runs, exact = watched(choosing, "simulate"), watched(choosing, "exactly")
+    choice = choose(point("method=mesh", "gpus=32", "seqlen=64k"))
+    assert choice.candidates is not None
+    timed = sum(each["step_ms"] is not None for each in choice.candidates)
+    assert len(runs) == len(choice.plans) * timed
+    assert timed < len(choice.candidates)
+    assert len(exact) <= len(choice.plans)
+
+
+def test_a_proof_has_words_for_an_operation_only_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = choose(point("method=ring", "gpus=4", "seqlen=8k"))
+    for kind in (ops.Pass, ops.Attend, ops.AttendBackward, ops.Fold):
+        monkeypatch.setattr(kind, "__str__", lambda op: pytest.fail(f"{type(op)} was put in words"))
+    check_all(choice.plans, choice.problem)
+
+
+def test_python_looks_for_no_garbage_while_variants_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Counter[bool] = Counter()
+    variants = choosing.variants
+    monkeypatch.setattr(choosing, "variants", lambda *args: (seen.update([gc.isenabled()]), variants(*args))[1])
+    choose(point("method=ring", "gpus=4", "seqlen=8k"))
+    assert seen == {False: 1}
+    assert gc.isenabled()
+    with pytest.raises(RequestError), uncollected():
+        raise RequestError("a", "b", "c")
+    assert gc.isenabled()
