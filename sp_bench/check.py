@@ -44,7 +44,6 @@ from sp_bench.plan.ops import (
     Join,
     Op,
     Pass,
-    Place,
     Plan,
     PlanError,
     ReduceScatter,
@@ -118,7 +117,7 @@ class _Facts:
     """The queries that decide which rows there are of a chunk that a GroupCast brought, or of its partial."""
     blocks: dict[Chunk, np.ndarray] = field(default_factory=dict)
     """The counterpart chunks folded into a partial on each rank: (n, n / 64), one bit each (times `parts`)."""
-    owners: dict[Place, Ranks] = field(default_factory=dict)
+    owners: dict[tuple[Group | Grid, int], Ranks] = field(default_factory=dict)
     sources: dict[tuple[Group | Exchange, int], Ranks] = field(default_factory=dict)
     visible: np.ndarray = field(init=False)
     """Whether a block of each class has anything unmasked: (classes,)."""
@@ -133,9 +132,9 @@ class _Facts:
 
     def owner(self, chunk: Chunk) -> Ranks:
         """The global index that the chunk's place gives it, by rank; the same array each time."""
-        place = chunk.place
+        place = chunk.home, chunk.index
         if place not in self.owners:
-            self.owners[place] = place.owner(self.ranks)
+            self.owners[place] = chunk.owner(self.ranks)
         return self.owners[place]
 
     def source(self, op: Pass) -> Ranks:

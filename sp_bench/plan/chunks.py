@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
 
     def owner(self, rank):
         """The global index of the chunk, which is the rank that owns its tokens."""
-        return self.place.owner(rank)
+        return self.home.member(rank, self.index)
 
     def at(self, index: int) -> Chunk:
         """The chunk with another local index."""
