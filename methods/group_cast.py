@@ -89,7 +89,8 @@ class GroupCastAttention(USP):
 
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError for a `ulysses` that is not possible, more stages than there are other groups, a `chunk`
-        where none are dealt, or keys that are not the queries' tokens."""
+        where none are dealt, or keys that are not the queries' tokens.
+        """
         super().refuse(problem)
         refuse_other_keys(self.name, problem)
         if self.chunk != "auto" and (problem.mask.sends_unseen or self.layout not in (*IN_CHUNKS, *OPEN_LAYOUTS)):

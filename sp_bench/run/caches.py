@@ -104,7 +104,8 @@ def in_pages(problem: Problem, rank: int, k: Tensor, v: Tensor) -> tuple[Tensor,
 
 class _Call(NamedTuple):
     """A kernel call, and the rows that it reads: runs where its pieces lie one behind the other, so that none are
-    copied."""
+    copied.
+    """
 
     q: Rows
     kv: Rows
