@@ -354,7 +354,7 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
 def _rows_of(values: Sequence[np.ndarray | int], size: int) -> np.ndarray:
     """The values, (size,) or one for all, as rows of a table."""
     if size == 1:
-        return np.array([int(each) if isinstance(each, int) else each[0] for each in values], np.int64)[:, None]
+        return np.array([each if isinstance(each, int) else np.ravel(each)[0] for each in values], np.int64)[:, None]
     return np.stack([np.broadcast_to(each, size) for each in values]).astype(np.int64)
 
 

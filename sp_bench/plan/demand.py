@@ -68,11 +68,11 @@ def untouched_partials(plan: Plan, problem: Problem, *, compute: bool = True) ->
 
 
 def _untouched(
-    plan: Plan, wanted: Demand, visible: Visible, everyone: np.ndarray | np.bool, *, compute: bool
+    plan: Plan, wanted: Demand, visible: Visible, everyone: np.ndarray | np.bool_, *, compute: bool
 ) -> Mapping[Chunk, np.ndarray]:
     """`everyone` is (n,), or True where ranks don't differ."""
     nobody = ~everyone
-    touched, found = dict.fromkeys(plan.starts_with, everyone), dict[Chunk, np.ndarray | np.bool]()
+    touched, found = dict.fromkeys(plan.starts_with, everyone), dict[Chunk, np.ndarray | np.bool_]()
     for index, op in plan:
         if isinstance(op, Transfer):
             sends = (
@@ -109,8 +109,8 @@ class Visible:
         return not self.sees[self.classes.there].all()
 
     def of(
-        self, index: int, op: Block, everyone: np.ndarray | np.bool
-    ) -> Iterator[tuple[Attend | AttendBackward, np.ndarray | np.bool]]:
+        self, index: int, op: Block, everyone: np.ndarray | np.bool_
+    ) -> Iterator[tuple[Attend | AttendBackward, np.ndarray | np.bool_]]:
         """Each block of operation `index`, and which ranks have anything to compute of it: (n,), or `everyone`."""
         first = self.classes.first[index]
         for row, block in enumerate(op.blocks, first):
