@@ -153,7 +153,12 @@ IN_PLACE = ("decode.page_tokens=64", "kv_seqlen=201")
 
 @pytest.mark.parametrize(
     ("method", "more"),
-    [*((name, ()) for name in ("helix", "dcp", "pass_q", "tree")), ("helix", LATENT), ("helix", PAGES), ("dcp", IN_PLACE)],
+    [
+        *((name, ()) for name in ("helix", "dcp", "pass_q", "tree")),
+        ("helix", LATENT),
+        ("helix", PAGES),
+        ("dcp", IN_PLACE),
+    ],
 )
 def test_a_measured_step(method: str, more: tuple[str, ...], tmp_path: Path) -> None:
     overrides = (*SMALL, "gpus=2", "batch=3", "seqlen=2", "kv_seqlen=65", f"method={method}", "dtype=float32", *more)
