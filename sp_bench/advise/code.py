@@ -92,6 +92,26 @@ def _options(wanted: Wanted) -> dict[str, str]:
     return {name: repr(value).replace("'", '"') for name, value in found.items() if value is not None}
 
 
+def command_options(wanted: Wanted) -> list[str]:
+    """The method and its chosen options as keys of `python -m sp_bench`."""
+    method = wanted.method
+    chosen = {f.name: vars(method)[f.name] for f in fields(method)}
+    chosen = {f.name: chosen[f.name] for f in fields(method) if chosen[f.name] not in (f.default, "auto")}
+    if len(method.layouts) > 1:
+        chosen["layout"] = wanted.layout
+    words = (f"method.{name}={_as_key(value)}" for name, value in chosen.items() if value is not None)
+    return [f"method={method.name}", *words]
+
+
+def _as_key(value: Any) -> str:
+    """A value as Hydra reads it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return "[" + ",".join(map(_as_key, value)) + "]"
+    return str(value)
+
+
 def _mask(wanted: Wanted) -> str:
     """The mask as Python; empty for the causal one, which is the default."""
     mask = wanted.mask
