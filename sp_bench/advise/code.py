@@ -11,6 +11,7 @@ from sp_bench.plan.mask import CAUSAL, Mask
 from sp_bench.plan.method import Method
 from sp_bench.point.masks import mask_of
 from sp_bench.records import Record
+from sp_bench.workload.base import SINKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,11 @@ class Wanted:
         )
 
     @property
+    def sinks(self) -> bool:
+        """Whether softmaxes have learned scores besides those of keys: a tensor (H,) `sinks`."""
+        return self.config.get(SINKS) is True
+
+    @property
     def ulysses(self) -> int:
         """The head-parallel degree."""
         return self.method.head_parallel(self.gpus)
@@ -72,6 +78,7 @@ def module_code(wanted: Wanted) -> str:
     length = f", seqlen={wanted.seqlen}" if uneven else ""
     if wanted.kv_seqlen:
         length = f", seqlen={wanted.seqlen}, kv_seqlen={wanted.kv_seqlen}"
+    length += ", sinks=sinks" if wanted.sinks else ""
     lines += [
         f'attention = SequenceParallelAttention("{wanted.method.name}"{given})',
         f"out = attention(q, k, v{length})",

@@ -30,7 +30,7 @@ from sp_bench.reading import Count, Natural, Section, read
 from sp_bench.records import MODES, Record
 from sp_bench.records.quantities import Asked, Setup
 from sp_bench.records.record import Part, fields_of
-from sp_bench.workload import Workload, workload_named
+from sp_bench.workload import WORKLOADS, Workload, workload_named
 from sp_bench.workload.base import SINKS
 
 LEAST_STEP = 128
@@ -225,8 +225,8 @@ def _refuse_sinks(config: Mapping[str, Any], kind: type[Workload]) -> None:
     if not config.get(SINKS):
         return
     if SINKS not in kind.keys:
-        rule = f"are of attention points: workload={kind.name} has none"
-        raise RequestError("sinks=true", rule, "sinks=false, or workload=attention, would work")
+        have = " and ".join(f"workload={name}" for name, each in WORKLOADS.items() if SINKS in each.keys)
+        raise RequestError("sinks=true", f"are of {have}: workload={kind.name} has none", "sinks=false would work")
     if config["cuda_graph"] is True:
         rule = "are summed by the host's call, which a graph doesn't have"
         raise RequestError("sinks=true cuda_graph=true", rule, "cuda_graph=false would work")
