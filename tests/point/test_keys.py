@@ -156,3 +156,24 @@ def _but(words: list[str], *usual: str) -> list[str]:
     """The usual keys that aren't among the words."""
     given = {word.partition("=")[0] for word in words}
     return [word for word in usual if word.partition("=")[0] not in given]
+
+
+@pytest.mark.parametrize("method", ["ring", "mesh", "helix"])
+def test_the_shape_of_a_decode_step_makes_no_keys(method: str) -> None:
+    """Whatever the method: what is wrong is that it is asked of such a step."""
+    message = (
+        "latent_dim=512, workload=decode: a step makes no keys .* decode.latent=true, or model=deepseek_v3_latents"
+    )
+    with pytest.raises(RequestError, match=message):
+        point("model=deepseek_v3", "latent_dim=512", "gpus=8", f"method={method}")
+    for workload in ("attention", "prefill"):
+        with pytest.raises(RequestError, match="decode.latent=true: blocks make .*; model=deepseek_v3_latents, or"):
+            point("model=deepseek_v3", "latent_dim=512", "gpus=8", f"method={method}", f"workload={workload}")
+
+
+def test_deepseek_v3_in_training_and_prefill() -> None:
+    """DeepSeek-AI 2024, section 4.2: heads of 128 + 64 elements, values of 128, a latent of 512."""
+    shape = ("heads=128", "head_dim=192", "v_head_dim=128", "latent_dim=512", "rope_dim=64")
+    for workload in ("attention", "prefill"):
+        usual = ("gpus=8", "seqlen=64k", "cluster=h200_ndr400", "method=ring", f"workload={workload}")
+        assert point("model=deepseek_v3_latents", *usual).problem == point(*shape, *usual).problem
