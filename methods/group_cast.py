@@ -89,7 +89,8 @@ class GroupCastAttention(USP):
 
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError for a `ulysses` that is not possible, more stages than there are other groups, a `chunk`
-        where none are dealt."""
+        where none are dealt.
+        """
         super().refuse(problem)
         if self.chunk != "auto" and (problem.mask.sends_unseen or self.layout not in (*IN_CHUNKS, *OPEN_LAYOUTS)):
             rule = f"chunks of a pack are dealt by the layouts {' and '.join(IN_CHUNKS)} alone"

@@ -96,6 +96,7 @@ def first_bits(count: int) -> int:
 
 
 def first_bit(bits: int) -> int:
+    """The number of the lowest set bit, -1 of an empty set."""
     return (bits & -bits).bit_length() - 1
 
 

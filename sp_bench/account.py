@@ -384,7 +384,8 @@ def _released(plan: Plan, lowering: Lowering) -> dict[int, int]:
 
 def _bytes_of_rows(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> dict[Chunk, np.ndarray]:
     """Bytes of the partials of rows that GroupCasts brought, on each of the first ranks: all of a Gathered block's
-    together, for the first."""
+    together, for the first.
+    """
     found: dict[Chunk, np.ndarray] = {}
     for op in plan.ops:
         if not isinstance(op, Gathered):

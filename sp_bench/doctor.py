@@ -1,4 +1,4 @@
-"""python -m sp_bench.doctor [--json] [key=value ...]
+r"""python -m sp_bench.doctor [--json] [key=value ...]
 
 Says in about a minute what this machine or allocation can run, and what is misconfigured, with the fix: a row for each
 check, with a status. ok: nothing to do. warn: points run, and figures may be slower or noisier than they need be. fail:
@@ -6,8 +6,8 @@ points can't be measured, or would be wrong. Ranks look at their hosts, pass eac
 exchange messages pair by pair and, on GPUs, compute while nvidia-smi is asked for clocks and power.
 
   python -m sp_bench.doctor
-  srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --gpu-bind=none \\
-      --cpus-per-task=8 --distribution=block:block \\
+  srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --gpu-bind=none \
+      --cpus-per-task=8 --distribution=block:block \
       python -m sp_bench.doctor
 
   --json            print the rows and the facts behind them as JSON, and nothing else

@@ -1,12 +1,12 @@
-"""python -m sp_bench.first_hour out=DIR [key=value ...]
+r"""python -m sp_bench.first_hour out=DIR [key=value ...]
 
 The first hour on a machine: examines it, calibrates it, checks every method against fp64, and measures the methods side
 by side, each point beside its simulation with the calibrated figures. All of it goes to one folder, to keep or to send.
 Killed or cut off, and started again with the same keys, it goes on where it was: finished steps and points are kept.
 
   python -m sp_bench.first_hour out=first_hour
-  srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --gpu-bind=none \\
-      --cpus-per-task=8 --distribution=block:block \\
+  srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --gpu-bind=none \
+      --cpus-per-task=8 --distribution=block:block \
       python -m sp_bench.first_hour out=first_hour
 
   out=DIR           the folder; in a launch of several hosts, on a file system that they share

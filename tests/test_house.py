@@ -1,4 +1,4 @@
-"""No reader knows a method. Which package may import which is for import-linter (pyproject.toml)."""
+"""No reader knows a method, and public things have words. Which package may import which is for import-linter."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import ast
 import os
 import re
 import tomllib
+from functools import cached_property
+from importlib import import_module
+from inspect import isclass
 from pathlib import Path
+from pkgutil import walk_packages
+from types import FunctionType
 
 import pytest
 
+import sp_bench
 from sp_bench.methods import REGISTRY
 
 ROOT = Path(__file__).parents[1]
@@ -59,3 +65,27 @@ def test_the_page_of_the_design_has_the_floors_that_are_checked() -> None:
 def test_workers_take_tests_by_groups(request: pytest.FixtureRequest) -> None:
     """Else two of them would have ranks, SLURM or hosts at one time."""
     assert request.node.nodeid.endswith("@tests/test_house.py")
+
+
+def test_public_methods_have_words() -> None:
+    """Their own or those of what they override. Of the operations of plans, reads, writes and stream are one thing."""
+    said = {"reads", "writes", "stream"}
+    assert not [
+        f"{cls.__module__}.{cls.__qualname__}.{name}"
+        for cls in _public_classes()
+        for name, member in vars(cls).items()
+        if not name.startswith("_") and name not in said and isinstance(member, DESCRIBED) and not _words(cls, name)
+    ]
+
+
+DESCRIBED = (FunctionType, property, cached_property, classmethod, staticmethod)
+
+
+def _public_classes() -> set[type]:
+    modules = (module for module in walk_packages(sp_bench.__path__, "sp_bench.") if "__main__" not in module.name)
+    found = (each for module in modules for each in vars(import_module(module.name)).values() if isclass(each))
+    return {cls for cls in found if cls.__module__.startswith("sp_bench.") and not cls.__name__.startswith("_")}
+
+
+def _words(cls: type, name: str) -> str | None:
+    return next((words for each in cls.__mro__ if name in vars(each) and (words := vars(each)[name].__doc__)), None)

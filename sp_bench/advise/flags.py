@@ -46,7 +46,8 @@ def torchtitan(wanted: Wanted) -> str | None:
 
 def megatron(wanted: Wanted) -> str | None:
     """Its GPT models are causal. Transformer Engine 2.18 takes windows with a2a and all_gather, and key heads that a2a
-    splits evenly (context_parallel.py); ranks own zigzag pieces (get_batch_on_this_cp_rank)."""
+    splits evenly (context_parallel.py); ranks own zigzag pieces (get_batch_on_this_cp_rank).
+    """
     comm = _megatron_comm(wanted)
     window = isinstance(wanted.mask, Window) and wanted.mask.causal
     if comm is None or not (wanted.mask == CAUSAL or (window and comm in ("a2a", "all_gather"))):
@@ -72,7 +73,8 @@ def _megatron_comm(wanted: Wanted) -> str | None:
 
 def deepspeed(wanted: Wanted) -> str | None:
     """It drops the attention mask: position_ids say where documents start (runtime/sequence_parallel/ulysses_sp.py),
-    which flash_attention_2 of transformers reads for a batch of one."""
+    which flash_attention_2 of transformers reads for a batch of one.
+    """
     documents = _plain_documents(wanted.mask) and wanted.batch == 1
     if wanted.method.name != "ulysses" or not (wanted.mask == CAUSAL or documents):
         return None

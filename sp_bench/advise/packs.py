@@ -109,7 +109,8 @@ class OnPacks:
 
     def ties_with(self, fastest: OnPacks) -> bool:
         """Whether packs don't tell it from the fastest: by the 95% interval of the median of their ratios, pack by
-        pack, it may be within TELLING of it."""
+        pack, it may be within TELLING of it.
+        """
         return self is fastest or summarise(self.steps_ms / fastest.steps_ms).ci95_low <= 1 + TELLING
 
 

@@ -91,7 +91,8 @@ class Composer(ExitStack):
     def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
         """The resolved config of one point; its logger, unless chosen, is wandb where its keys or variables are set.
 
-        Raises RequestError for an unknown choice of a group, or nested key."""
+        Raises RequestError for an unknown choice of a group, or nested key.
+        """
         parsed = [self._parsed(override) for override in overrides]
         if not any(override.key_or_group == "logger" for override in parsed):
             its_keys = any(override.key_or_group.startswith("logger.") for override in parsed)

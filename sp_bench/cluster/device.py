@@ -175,7 +175,8 @@ class DeviceCosts:
 
     def matmul_flops_per_s(self, dtype: str, what: str = "training step is") -> float:
         """FLOP/s of large matrix products. Raises RequestError for a dtype without figures, by which no `what`
-        simulated."""
+        simulated.
+        """
         if dtype not in self.matmul_tflops:
             known = ", ".join(f"dtype={name}" for name in self.matmul_tflops)
             raise RequestError(
@@ -248,7 +249,8 @@ class DeviceCosts:
 
     def pieces_s(self, problem: Problem, phase: str, works: Sequence[Sizes]) -> np.ndarray:
         """Seconds of regions that kernels for variable lengths take together, a call for each kind of them
-        (cluster.variable): (works,)."""
+        (cluster.variable): (works,).
+        """
         kernel, number = self._kernel(problem, phase), np.repeat(np.arange(len(works)), [x.pairs.size for x in works])
         kind, q_tokens, kv_tokens, pairs = (np.concatenate(each) for each in zip(*works, strict=True))
         outer, total_s = q_tokens if phase == "forward" else kv_tokens, np.zeros(len(works))
@@ -266,7 +268,8 @@ class DeviceCosts:
 
     def caches_s(self, problem: Problem, queries: Sequence[int] | np.ndarray) -> np.ndarray:
         """Seconds of a decode step's kernel call for the rows of some chunks, of all sequences: (n,), by the chunk of
-        keys that they see (cluster.decoding)."""
+        keys that they see (cluster.decoding).
+        """
         reads_s, products_s = self._decoded_s(problem, queries)
         launches = 1 if self.caches else decoding.KERNELS  # figures have both kernels, and what is between them
         return np.where(reads_s > 0, launches * self.launch_s + np.maximum(reads_s, products_s), 0.0)
@@ -311,7 +314,8 @@ class DeviceCosts:
 
     def _flops_per_pair(self, problem: Problem, phase: str) -> int:
         """FLOPs of a (query, key) pair of a head as rates count them: of values as wide as the kernel computes them,
-        and without the padding of keys."""
+        and without the padding of keys.
+        """
         return flops_per_pair(phase, problem.head_dim, self._table(problem).v_head_dim or problem.head_dim)
 
     def fold_s(
@@ -351,7 +355,8 @@ class DeviceCosts:
     def merge_s(self, problem: Problem, tensor: Tensor, parts: int) -> float:
         """Seconds of merging the partials that a reduce-scatter brings into one: each is read once, the result written,
         in the wire dtype. It is one kernel for outputs, and two for each gradient: the rank's own place is set to zero,
-        and added with the others."""
+        and added with the others.
+        """
         fields = sum(problem.width(field) > 0 for field in tensor.fields)
         launches, more = (1, 1) if tensor.is_output else (2 * fields, 3)
         moved = (parts + more) * sum(problem.field_bytes(field, wire=True) for field in tensor.fields)

@@ -231,7 +231,8 @@ class KernelTable:
 
     def fits(self, problem: Problem) -> bool:
         """Whether the table has the problem's dtype and head_dim, and its kernel takes the problem's values: padded to
-        the width of keys, or of the one narrower width that it is built for."""
+        the width of keys, or of the one narrower width that it is built for.
+        """
         takes = self.v_head_dim in (None, problem.value_dim)
         return problem.dtype in self.dtypes and problem.head_dim == self.head_dim and takes
 

@@ -399,7 +399,8 @@ class Network:
 
     def crowding(self, inter: np.ndarray, at_once: int) -> np.ndarray:
         """How many times each of `at_once` concurrent transfers of a GPU loads its links, (F,), given which cross
-        nodes (PcieTree.crowding)."""
+        nodes (PcieTree.crowding).
+        """
         intra = self.topology.intra
         exponent = intra.crowding if isinstance(intra, PcieTree) else 0.0
         return np.where(inter, 1.0, float(max(at_once, 1)) ** exponent)

@@ -43,7 +43,8 @@ class Waves:
 
     def fill(self, rate: str, tokens: int, batch_heads: int) -> float:
         """The share of the multiprocessors' time that is used by a block of `tokens` queries (keys backward) of
-        batch x heads; `rate` is one of kernel_table.RATES."""
+        batch x heads; `rate` is one of kernel_table.RATES.
+        """
         phase, mask = rate.split("_")
         if mask == "full" or self.causal_order == "longest_first":
             return float(self.fills(rate, tokens, batch_heads))
@@ -54,7 +55,8 @@ class Waves:
 
     def fills(self, rate: str, tokens, batch_heads):
         """The fill of many blocks. Of causal ones in a call with others, thread blocks follow on those of the others,
-        in whatever order."""
+        in whatever order.
+        """
         tiles, longest = np.ceil(tokens / self.tile_tokens), tokens / self.tile_tokens
         if rate.endswith("full"):
             return batch_heads * longest / self.sms / np.ceil(batch_heads * tiles / self.sms)

@@ -52,6 +52,7 @@ class Case:
 
     @property
     def seqlen(self) -> int:
+        """Tokens of the whole sequence."""
         return self.n * self.tokens + self.more
 
     @property

@@ -75,6 +75,7 @@ def sizes_and_masks(claims: Claims, sizes: Sequence[int], long: bool) -> Iterato
 
 
 def lengths(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
+    """Whole lengths beyond those at which kernels change tiles; the longest, where none is of these ranks."""
     pairs = [*LENGTHS.items(), *(LONGER.items() if long else ())]
     found = [(n, seqlen) for n, seqlen in pairs if n in sizes]
     for n, seqlen in found or [(n, max(LENGTHS.values())) for n in chosen(sizes)]:
@@ -91,6 +92,7 @@ def kv_heads(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]
 
 
 def uneven_heads(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
+    """Numbers of heads that the ranks don't divide, with a key head each."""
     triples = [(2, 3, 3), (4, 6, 3), (3, 4, 4), (4, 6, 6)]
     triples += [(6, 8, 8), (8, 12, 12), (3, 2, 2), (8, 3, 3), (2, 1, 1)] * long
     found = [each for each in triples if each[0] in sizes]
@@ -99,15 +101,18 @@ def uneven_heads(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[C
 
 
 def head_dims(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
+    """The head dims that models have, from 64 to 256."""
     kinds = [{"head_dim": dim} for dim in (64, 80, 128, 192, 256)]
     return every(claims, sizes, (2, 4, 8) if long else (2,), *kinds, masks=_first(claims, long))
 
 
 def batches(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
+    """Two sequences in a batch."""
     return every(claims, sizes, (2, 3, 4, 8) if long else (2, 3), {"batch": 2})
 
 
 def dtypes(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
+    """Each claimed dtype."""
     kinds = [{"dtype": dtype} for dtype in claims.dtypes]
     return every(claims, sizes, (2, 4, 8) if long else (2,), *kinds, masks=_first(claims, long))
 
@@ -129,6 +134,7 @@ def documents(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case
 
 
 def padded(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
+    """A pack whose last tokens are padding; also in a batch, with grouped queries."""
     pack = {"documents": 2, "padded": True}
     yield from every(claims, sizes, (2, 3, 4, 8) if long else (3,), pack)
     yield from every(claims, sizes, (2,), {**pack, "batch": 2, **GROUPED})
@@ -168,14 +174,17 @@ def several(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
 
 
 def groups(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
+    """Groups of two and three ranks, in the long profile of four too."""
     return every(claims, sizes, (2, 3, 4) if long else (2, 3), masks=_first(claims, long))
 
 
 def volumes(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
+    """Numbers of ranks of which bytes are counted, with key heads for all queries and with grouped ones."""
     return every(claims, sizes, (2, 3, 4, 6, 8) if long else (2, 4), {}, GROUPED)
 
 
 def large(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
+    """Sequences long enough for a leak of memory to show."""
     many = {"tokens": LEAK_TOKENS, "head_dim": LEAK_HEAD_DIM, "heads": lambda n: 8 * n, "kv_heads": lambda n: 8 * n}
     return every(claims, sizes, (2, 4) if long else (2,), many, masks=claims.masks[:1])
 

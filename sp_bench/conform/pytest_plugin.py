@@ -21,6 +21,7 @@ WORLDS: pytest.StashKey[Worlds] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the plug-in."""
     group = parser.getgroup("sp_bench", "conformance of sequence-parallel attention")
     group.addoption(
         "--sp-conform",
@@ -36,17 +37,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Collect nothing else where a target is given without paths."""
     if config.getoption("--sp-conform") and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = []
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Add the tests of each target."""
     for target in _option(config, "--sp-conform"):
         items += _items(session, config, target)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the ranks."""
     if worlds := config.stash.get(WORLDS, None):
         worlds.__exit__()
 

@@ -61,7 +61,9 @@ class Subject(ABC):
 
     @property
     @abstractmethod
-    def claims(self) -> Claims: ...
+    def claims(self) -> Claims:
+        """Everything that it claims to compute."""
+        ...
 
     @abstractmethod
     def refuse(self, case: Case) -> None:
@@ -94,6 +96,7 @@ class Function(Subject):
 
     @property
     def claims(self) -> Claims:
+        """Everything that it claims to compute."""
         made = getattr(self.function(), ATTRIBUTE, None) or Claims()
         return replace(made, **dict(self.overrides)) if self.overrides else made
 
@@ -166,6 +169,7 @@ class Package(Subject):
 
     @property
     def claims(self) -> Claims:
+        """Everything that it claims to compute."""
         masks = self._masks()
         peer = self.peer(Case(mask=masks[0]))
         dtypes = self.dtypes or peer.dtypes
@@ -205,6 +209,7 @@ class Own(Subject):
 
     @property
     def claims(self) -> Claims:
+        """Everything that it claims to compute."""
         dtypes = ("float32", "bfloat16", "float16", "float64")
         return Claims(dtypes=dtypes, uneven=True, documents=True, window=True)
 

@@ -224,7 +224,8 @@ def _in_line(lse: Tensor, pieces: Pieces) -> Tensor:
 
 def empty_output(q: Tensor, dtype: torch.dtype | None = None, *, width: int | None = None) -> tuple[Tensor, Tensor]:
     """(out_BSHD, lse_BHS) of rows that saw no key, 0 and -inf: the neutral element of a fold. `width` is that of
-    values, if they are narrower."""
+    values, if they are narrower.
+    """
     batch, tokens, heads, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros((*q.shape[:3], width or q.shape[3]), dtype=dtype or q.dtype, device=q.device)

@@ -64,7 +64,8 @@ class Entries:
     @cached_property
     def runs(self) -> list[tuple[range, int, Tensor]]:
         """Runs of places in the pool whose pages have as many keys: (places, keys of each, the entries that read them,
-        (places,) int64)."""
+        (places,) int64).
+        """
         reads = sorted(
             (min(self.page, length - number * self.page), place, entry)
             for entry, (length, places) in enumerate(zip(self.lengths, self.places, strict=True))

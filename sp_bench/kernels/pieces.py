@@ -23,7 +23,8 @@ SMALL = 16
 @dataclass(frozen=True)
 class Pieces:
     """Regions of one kind, FULL or CAUSAL, with copies of rows that two have in common. UPPER ones are gathered
-    backwards."""
+    backwards.
+    """
 
     regions: tuple[Region, ...]
     device: torch.device

@@ -118,7 +118,8 @@ class Packed(OfLengths):
 
     def turns(self, low: int, high: int, keys: np.ndarray) -> np.ndarray:
         """The queries of low <= p < high from which on either end of what is seen begins or ends to move on from query
-        to query, where only keys count from and up to the given ones."""
+        to query, where only keys count from and up to the given ones.
+        """
         documents = slice(*np.searchsorted(self.edges, [low, high]))
         edges = self.edges[max(documents.start - 1, 0) : documents.stop + 1]
         turns, changes = [edges], np.concatenate([edges, keys])

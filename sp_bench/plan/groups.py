@@ -98,6 +98,7 @@ class Grid(NamedTuple):
 
     @property
     def size(self) -> int:
+        """How many ranks it has."""
         return self.inner.size * self.outer.size
 
     @property

@@ -78,9 +78,13 @@ def runs_of(positions: Iterable[range]) -> Runs | None:
 class Sight(Protocol):
     """The keys that queries see under a mask, as plan.documents.Packed has them."""
 
-    def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
+    def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(first key, the key behind the last) that the query at each position sees."""
+        ...
 
-    def turns(self, low: int, high: int, keys: np.ndarray) -> np.ndarray: ...
+    def turns(self, low: int, high: int, keys: np.ndarray) -> np.ndarray:
+        """Positions from low to high at which what a query sees of these keys may change otherwise than by a key."""
+        ...
 
 
 def regions_of_runs(mask: Sight, q: Runs, kv: Runs) -> Regions:

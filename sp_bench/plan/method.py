@@ -201,7 +201,8 @@ class CollectiveMethod(Method):
 
     def carried(self, problem: Problem) -> tuple[Self, ...]:
         """The method in each form that `collectives` stands for: messages that leave out what nobody needs may be
-        slower than the library's rings over all NICs of a node."""
+        slower than the library's rings over all NICs of a node.
+        """
         if not self.gathers or self.collectives != "auto" or self.by_library(problem):
             return (self,)
         return tuple(replace(self, collectives=form) for form in ("messages", "library"))
@@ -227,7 +228,8 @@ class SplitsHeads(Method):
 
     def degrees(self, problem: Problem) -> list[int]:
         """Every degree that is possible, ascending: those that split heads and key heads evenly; padded, up to one for
-        each head. Raises RequestError for padded heads whose keys are made of latents."""
+        each head. Raises RequestError for padded heads whose keys are made of latents.
+        """
         if self.pad_heads and problem.latent_dim:
             rule = "a block makes keys of latents for the heads that there are"
             asked = f"latent_dim={problem.latent_dim}, method.pad_heads=true"

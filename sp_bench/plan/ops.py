@@ -193,7 +193,8 @@ class ReduceScatter(_OfHome):
 
 class Round(NamedTuple):
     """A round of a TreeReduce: every rank sends partials of so many `owners`, in one message, to the rank `shift` ahead
-    in `group`, and merges those that come with its own of the same owners."""
+    in `group`, and merges those that come with its own of the same owners.
+    """
 
     group: Group
     shift: int
@@ -232,7 +233,8 @@ class TreeReduce(ReduceScatter):
 
     def place(self, rank, owner):
         """The place of an owner's partial on a rank: as many of the outer level as it is ahead of the rank in it, and
-        all of these for each that it is ahead among neighbours. 0 is the rank itself."""
+        all of these for each that it is ahead among neighbours. 0 is the rank itself.
+        """
         near, far = self.levels
         inward, outward = ((level.digit(owner) - level.digit(rank)) % level.size for level in (near, far))
         return inward * far.size + outward
@@ -352,6 +354,7 @@ class AttendBackward:
 
     @property
     def q(self) -> Chunk:
+        """The query chunk, with what its backward needs."""
         return self.odoq
 
     @property

@@ -228,7 +228,8 @@ class Problem:
     @property
     def kv_ratio(self) -> float:
         """The k of the volume formulas: what a chunk of keys has for what one of queries has, kv_heads / heads where
-        there are as many keys as queries. Heads are the padded ones."""
+        there are as many keys as queries. Heads are the padded ones.
+        """
         return self.padded_kv_heads * self.keys.seqlen / (self.padded_heads * self.seqlen)
 
     def field_dtype(self, field: Field, *, wire: bool, summed: bool = True) -> str:

@@ -47,7 +47,8 @@ class Choice:
     @property
     def variant(self) -> str:
         """The method's variant in a few words, with its padded heads and whether blocks are fused; empty if there is
-        nothing to say."""
+        nothing to say.
+        """
         fused = self.method.fuse and any(isinstance(op, Fused) for plan in self.plans.values() for op in plan.ops)
         words = (self.method.variant(self.problem.n), self._form, self._padded, FUSED if fused else "")
         return " ".join(filter(None, words))

@@ -41,9 +41,13 @@ from sp_bench.run.sms import share
 class Differentiable(Protocol):
     """An attention and its gradients: an Engine, or something around one."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Saved]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Saved]:
+        """(out_BSHD, what the backward needs of it)."""
+        ...
 
-    def backward(self, dout: Tensor, saved: Saved, /) -> tuple[Tensor, ...]: ...
+    def backward(self, dout: Tensor, saved: Saved, /) -> tuple[Tensor, ...]:
+        """The gradients of q, k and v, and of what else it took."""
+        ...
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, engine: Differentiable, sinks: Tensor | None = None) -> Tensor:

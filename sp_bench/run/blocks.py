@@ -305,7 +305,8 @@ class Blocks:
 
     def _once(self, *blocks: Attend | AttendBackward) -> Perform | None:
         """A call for queries that meet their own keys here, so once for each: it adds sinks, and keys that all ranks
-        hold, to their outputs. None if no queries do."""
+        hold, to their outputs. None if no queries do.
+        """
         degree, rank = self._problem.layout.head_parallel, self._rank
         own = [
             block
@@ -425,7 +426,8 @@ class Blocks:
 
 def of_sinks(sinks_H: Tensor, out: Tensor, dout: Tensor, lse_BHS: Tensor) -> Tensor:
     """The gradient of sinks by some rows, (H,): each row's probability of its sink times how its value, 0, differs
-    from O."""
+    from O.
+    """
     p_BHS = torch.exp(sinks_H[:, None] - lse_BHS)
     return -(p_BHS * row_sums(out, dout)).sum((0, 2)).to(sinks_H.dtype)
 

@@ -72,7 +72,8 @@ def attend_caches(
 
 def reads_in_place(kernel: BlockKernel, problem: Problem) -> bool:
     """Whether the kernel reads a step's pages as they lie, of which otherwise the keys are copied; True also for one
-    that has keys in pages alone."""
+    that has keys in pages alone.
+    """
     mask = problem.mask
     assert isinstance(mask, Caches), "of a decode step"
     if kernel.in_pages:
@@ -205,7 +206,8 @@ def in_pages(problem: Problem, rank: int, k: Tensor, v: Tensor) -> tuple[Tensor,
 
 class _Call(NamedTuple):
     """A kernel call, and the rows that it reads: runs where its pieces lie one behind the other, so that none are
-    copied."""
+    copied.
+    """
 
     q: Rows
     kv: Rows

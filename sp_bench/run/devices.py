@@ -40,7 +40,7 @@ class Clock(Protocol):
         ...
 
 
-class HostClock:
+class HostClock(Clock):
     """The clock of a CPU, where all work is synchronous."""
 
     def mark(self) -> float:
@@ -102,7 +102,7 @@ class Device(Clock, Protocol):
         ...
 
 
-class Cuda:
+class Cuda(Device):
     """One GPU, driven by torch.cuda."""
 
     def __init__(self, device: torch.device) -> None:

@@ -61,7 +61,8 @@ class Latents:
 
     def add_gradients(self, c: Tensor, made: Tensor, dv: Tensor, heads: Heads) -> None:
         """Add to the matrices' gradients those by what is made of c_BS1W for some heads: the gradients of keys without
-        their shared elements, (B, S, h, D - R), and of values, (B, S, h, V)."""
+        their shared elements, (B, S, h, D - R), and of values, (B, S, h, V).
+        """
         assert self.gradients is not None, "of a backward"
         latent = c[:, :, 0, : self.to_keys.shape[2]].flatten(0, 1)
         for gradient, by_head in zip(self.gradients, (made, dv), strict=True):
@@ -79,7 +80,8 @@ def expanded(c: Tensor, matrices: Matrices) -> tuple[Tensor, Tensor]:
 
 def folded(made: Tensor, shared: Tensor, dv: Tensor, matrices: Matrices) -> Tensor:
     """The gradient of c_BS1W by those of the matrices' heads: of what is made of it and of what is shared of keys,
-    (B, S, h, D - R) and (B, S, h, R), and of values, (B, S, h, V)."""
+    (B, S, h, D - R) and (B, S, h, R), and of values, (B, S, h, V).
+    """
     to_keys, to_values = matrices
     of_latent = made.flatten(2) @ to_keys.flatten(0, 1) + dv.flatten(2) @ to_values.flatten(0, 1)
     wide = torch.promote_types(made.dtype, torch.float32)

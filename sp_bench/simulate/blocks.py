@@ -68,7 +68,8 @@ class BlockCosts:
 
     def _apart_s(self, chunks: int) -> float:
         """Seconds of cutting the statistics of a decode step's rows into those of chunks: a copy for chunks of one
-        size, of which there are two at most, and none for a single head."""
+        size, of which there are two at most, and none for a single head.
+        """
         problem = self._problem
         if problem.kv_heads == 1 or chunks < 2:
             return 0.0
@@ -89,7 +90,8 @@ class BlockCosts:
 
     def joined_s(self, rows: Iterable[int], ranks: np.ndarray) -> np.ndarray:
         """Seconds of one kernel call each for the blocks in these rows of BlockClasses, all of one query chunk of a
-        rank: (ranks,)."""
+        rank: (ranks,).
+        """
         return self._joined_s(tuple(rows))[ranks]
 
     def joined_fold_s(self, index: int, op: Attend | AttendBackward) -> float:
@@ -113,7 +115,8 @@ class BlockCosts:
 
     def _find_caches_s(self, op: Fused) -> np.ndarray:
         """Seconds of the kernel call of a decode step's rows with each rank's keys, and of copying what was gathered of
-        them beside the rank's own: (n,)."""
+        them beside the rank's own: (n,).
+        """
         problem, everyone = self._problem, np.arange(self._problem.n)
         (keys,), owners = op.keys, np.stack([chunk.owner(everyone) for chunk in op.queries])
         chunk_bytes = 0 if problem.queries_everywhere else problem.chunk_bytes(op.queries[0].tensor, wire=False)
@@ -186,7 +189,8 @@ class BlockCosts:
 
     def _folds_of(self, op: Fused, calls: Calls, chunk: Chunk, fresh: bool) -> float:
         """Seconds of folding what calls have of one chunk; the first result is only written, and copied if it is cut
-        out of a larger one."""
+        out of a larger one.
+        """
         keys = chunk.tensor.of_keys
         read = next(block.kv if keys else block.q for block in op.blocks if chunk in block.writes)
         number = (op.keys if keys else op.queries).index(read)

@@ -227,7 +227,8 @@ class OperationCosts:
 
     def merged_s(self, op: TreeReduce, number: int) -> float:
         """Seconds of merging what a round has brought with what the rank has of the same owners, in one kernel, and of
-        casting what the next round sends."""
+        casting what the next round sends.
+        """
         rounds, tensor = op.rounds, op.tensor
         fold_s = self._device.fold_s(self._problem, tensor, arriving=True, share=rounds[number].owners)
         return fold_s + (

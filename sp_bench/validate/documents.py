@@ -129,7 +129,8 @@ def pairs(found: pd.DataFrame, column: str = "tflops_left_out") -> tuple[int, in
 
 def backing(found: pd.DataFrame) -> list[Backing]:
     """The rows that back simulated records of packs: errors without the bars of the same number of GPUs, by kind of
-    transfers and of links, with the implementation that most bars of the kind are simulated with."""
+    transfers and of links, with the implementation that most bars of the kind are simulated with.
+    """
     rows = []
     for kinds, group in found.groupby(["transfers", "links"]):
         kind = Kind(Attention.name, PACKS, *map(str, cast(tuple, kinds)))

@@ -153,7 +153,8 @@ class Workload(ABC):
     @classmethod
     def filled(cls, config: Mapping[str, Any], *, here: bool) -> dict[str, Any]:
         """Values for keys of a config that are null, and mean something else for this workload than for attention;
-        `here` says whether the point is for this machine."""
+        `here` says whether the point is for this machine.
+        """
         return {}
 
     @classmethod

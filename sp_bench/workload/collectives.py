@@ -91,6 +91,8 @@ Call = tuple[_Collective, Tensor, Tensor, dist.ProcessGroup]
 
 
 class Gather(_Collective):
+    """FSDP's all-gather of parameters, which come back to what they were."""
+
     key = GATHER
 
     def _execute(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
@@ -103,6 +105,8 @@ class Gather(_Collective):
 
 
 class Reduce(_Collective):
+    """FSDP's reduce-scatter of gradients."""
+
     key = REDUCE
 
     def _execute(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:

@@ -162,7 +162,8 @@ class Denoise(Train):
 
     def flops(self, phase: str, problem: Problem) -> float:
         """FLOPs of the matrices on each token, 2 N D, and of attention among all of them. Text counts once, whoever
-        computes it again."""
+        computes it again.
+        """
         model, patches = self.model, problem.keys.seqlen
         tokens, width = patches + model.joint_tokens, problem.heads * problem.head_dim
         seen = problem.pairs / (problem.seqlen * problem.keys.seqlen)

@@ -35,7 +35,8 @@ class DenoiseCosts(ForwardCosts):
 
     def embedding_s(self) -> float:
         """Seconds of what is before the layers: the matrix of patches, the embedding of the time, and the modulations
-        that layers share."""
+        that layers share.
+        """
         times_s = 2 * self._modulations_s(1) + self._modulations_s(6 if self.model.modulation == "shared" else 0)
         return times_s + self._product_s(self.model.outputs, self.model.width, tokens=self._patches)
 

@@ -280,7 +280,8 @@ class _Unit:
 
     def turn_to(self, head: int) -> None:
         """Make the keys and values of a query head, if they are made of latents, and move them to the device, but for
-        very long ones."""
+        very long ones.
+        """
         if self._latents:
             to_keys, to_values = (x.double().cpu() for x in self._latents.of(slice(head, head + 1)))
             self._matrices = to_keys, to_values

@@ -56,7 +56,8 @@ class Model(Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raises RequestError where the kind's own size is missing, or the other kind's is given, and for layers of two
-        kinds that would all be of one."""
+        kinds that would all be of one.
+        """
         if self.full_every is not None and not 2 <= self.full_every <= self.layers:
             rule = f"leaves all of {self.layers} layers alike"
             works = "null would work" if self.layers < 2 else f"2 to {self.layers}, or null, would work"
@@ -97,7 +98,8 @@ class Model(Section, frozen=True, kw_only=True):
     @property
     def layers_by_attention(self) -> tuple[int, ...]:
         """How many layers have each of the attentions of Workload.attentions: all, or those that see all and the
-        others."""
+        others.
+        """
         full = self.layers // self.full_every if self.full_every else 0
         return (full, self.layers - full) if full else (self.layers,)
 

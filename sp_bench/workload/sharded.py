@@ -53,22 +53,27 @@ class Sharded:
         return x.to_local() if isinstance(x, DTensor) else x
 
     def forget(self) -> None:
+        """Begin new gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def synchronize(self) -> None:
+        """Sum what FSDP leaves to be summed."""
         self._loss_and_square[1] = sum(gradient.square().sum() for gradient in self._gradients())
         dist.all_reduce(self._loss_and_square, group=self._group)
 
     def clip(self, most: float) -> None:
+        """Scale the gradients so that their norm is at most `most`."""
         factor = clipping(self._loss_and_square[1].sqrt(), most)
         for gradient in self._gradients():
             gradient.mul_(factor)
 
     def gradients(self) -> list[Tensor]:
+        """The whole gradient of each parameter."""
         return [p.grad.full_tensor() for p in self.parameters if isinstance(p.grad, DTensor)]
 
     def bytes_held(self) -> dict[str, int]:
+        """Bytes of parameters, gradients, and what is gathered at one time."""
         own = sum(self.local(p).nbytes for p in self.parameters)
         gradients = sum(gradient.nbytes for gradient in self._gradients())
         return {"parameters": own, "gradients": gradients, "gathered": self.collectives.gathered_bytes}

@@ -83,21 +83,26 @@ class Replicated:
         return x
 
     def forget(self) -> None:
+        """Begin new gradients, all zero."""
         self._summed.zero_()
 
     def synchronize(self) -> None:
+        """Sum the gradients and the loss, a bucket at a time."""
         if self._group is not None:
             for bucket in self._summed.split(BUCKET_BYTES // self._summed.element_size()):
                 dist.all_reduce(bucket, group=self._group)
 
     def clip(self, most: float) -> None:
+        """Scale the gradients so that their norm is at most `most`."""
         gradients = self._summed[:-1]
         gradients.mul_(clipping(gradients.norm(), most))
 
     def gradients(self) -> list[Tensor]:
+        """The whole gradient of each parameter."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def bytes_held(self) -> dict[str, int]:
+        """Bytes of parameters, gradients, and what is gathered at one time."""
         return {"parameters": sum(p.nbytes for p in self.parameters), "gradients": self._summed.nbytes, "gathered": 0}
 
 

@@ -38,7 +38,8 @@ HOST = "host"
 @dataclass
 class Watched:
     """The attention of the last layer: the forward before the first backward, and that one. Once both are there they
-    are on the host, so that the step takes no more of a GPU's memory than when it was timed."""
+    are on the host, so that the step takes no more of a GPU's memory than when it was timed.
+    """
 
     of_queries: tuple[Tensor, ...] = ()
     """q, k, v, the keys and values that all ranks hold if there are some, and out."""
@@ -68,6 +69,7 @@ class MarkedEngine:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, held: tuple[Tensor, ...] = (), sinks: Tensor | None = None
     ) -> tuple[Tensor, Saved]:
+        """The engine's forward, marked; `held` are tensors that it holds besides."""
         start = self.clock.mark()
         found = self.engine.forward(q, k, v, self.action, self.live, sinks, held)
         self._keep("forward", start)
@@ -77,6 +79,7 @@ class MarkedEngine:
         return found
 
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, ...]:
+        """The engine's backward, marked."""
         start = self.clock.mark()
         found = self.engine.backward(dout, saved, self.action, self.live)
         self._keep("backward", start)
@@ -258,7 +261,8 @@ class TrainStep(EngineStep):
 
     def _arbitrary(self) -> tuple[tuple[Tensor, ...], list[Saved]]:
         """q, k, v and dout of the rank's shape, and what the forward of each attention keeps for its backward. All
-        ranks must call it."""
+        ranks must call it.
+        """
         if self._arbitrary_tensors is None:
             problem, rank, device = self._spec.problem, self._trainer.rank, self._trainer.device
             heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)

@@ -104,7 +104,6 @@ class Layer(nn.Module):
         `time_BM` is the embedding of the diffusion time or, where layers share the matrix of modulations, its product,
         (B, 6 M). `text_BTM` is what its cross-attention sees.
         """
-
         sinks = () if self.sinks is None else (self.sinks,)
 
         def whole(x_BSM: Tensor) -> Tensor:

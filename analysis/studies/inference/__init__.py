@@ -81,7 +81,8 @@ def fastest(runs: Runs) -> list[Row]:
 
 def crossings(runs: Runs) -> list[Row]:
     """A row for each attention, history and number of GPUs: the largest part for which pass-Q sends less than Ring, by
-    the closed form, and that for which it is faster in simulation."""
+    the closed form, and that for which it is faster in simulation.
+    """
     found, rows = records(runs), []
     for shape, history, gpus in product(SHAPES, HISTORIES, GPUS):
         here = {

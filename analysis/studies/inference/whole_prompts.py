@@ -44,7 +44,8 @@ PUBLISHED = (Published(2**17, 3.8), Published(2**20, 77.0))
 
 def prompts(runs: Runs) -> list[Row]:
     """A row for each prompt, number of GPUs and chunk: the time to the first token with every method, and what the
-    fastest one takes over one piece, sends and holds."""
+    fastest one takes over one piece, sends and holds.
+    """
     found = runs.by_key({(setting, name): _point(setting, name) for setting, name in product(SETTINGS, METHODS)})
     rows = []
     for setting in SETTINGS:
