@@ -47,7 +47,7 @@ class Entries:
 
     @cached_property
     def ends(self) -> Tensor:
-        """Where each entry's pages begin in `in_line`, and the end of the last: (E + 1,) int32, on the host."""
+        """Starts of each entry's pages in `in_line`, and the end of the last: (E + 1,) int32, on the host."""
         return torch.tensor([0, *accumulate(map(len, self.places))], dtype=torch.int32)
 
     @cached_property

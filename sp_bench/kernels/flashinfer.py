@@ -95,8 +95,8 @@ class FlashInfer(CudaKernel):
             raise NotImplementedError("a decode step has no causal blocks")
         keys = k.shape[1]
         lengths, places = (keys,) * len(k), tuple(range(i * keys, (i + 1) * keys) for i in range(len(k)))
-        pools = (x.flatten(0, 1)[:, None] for x in (k, v))
-        return self.forward_pages(q, *pools, Entries(lengths, places, 1, q.device))
+        of_keys, of_values = (x.flatten(0, 1)[:, None] for x in (k, v))
+        return self.forward_pages(q, of_keys, of_values, Entries(lengths, places, 1, q.device))
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool

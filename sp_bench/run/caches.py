@@ -242,7 +242,7 @@ def _put(results: tuple[Tensor, Tensor], rows: Rows, into: tuple[Tensor, Tensor]
 
 
 def _starts(runs: Sequence[range]) -> list[int]:
-    """Where each of some runs begins if they lie one behind the other."""
+    """Starts of some runs, if they lie one behind the other."""
     return [0, *accumulate(map(len, runs[:-1]))]
 
 
