@@ -15,7 +15,8 @@ Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, h 
 for the share of a group's keys that the queries of another see, in the mean:
     forward   (2 + 2K) (u - 1) / u for Q, KV and O, and 2K c (n / u - 1) of rows
     backward  (2 + 2K) (u - 1) / u for dO, dQ and dKV, and 4K c (n / u - 1) for rows of KV and dKV
-c = 1 of a full mask; of a causal one 1/2 on the contiguous layout, 3/4 on zigzag.
+c = 1 of a full mask; of a causal one 1/2 on the contiguous layout, 3/4 on zigzag. Of a history, which is dealt on its
+own, all queries see all rows: c nears 1 with its length.
 
 Layouts: balanced (packs), zigzag, contiguous, and all that deal documents. Refuses what USP does, and more stages than
 there are other groups, or a `chunk` where no chunks are dealt.
@@ -51,7 +52,6 @@ from sp_bench.plan import (
     RequestError,
     Steps,
     Tensor,
-    refuse_other_keys,
     rows_seen_elsewhere,
 )
 
@@ -89,10 +89,9 @@ class GroupCastAttention(USP):
 
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError for a `ulysses` that is not possible, more stages than there are other groups, a `chunk`
-        where none are dealt, or keys that are not the queries' tokens.
+        where none are dealt.
         """
         super().refuse(problem)
-        refuse_other_keys(self.name, problem)
         if self.chunk != "auto" and (problem.mask.sends_unseen or self.layout not in (*IN_CHUNKS, *OPEN_LAYOUTS)):
             rule = f"chunks of a pack are dealt by the layouts {' and '.join(IN_CHUNKS)} alone"
             raise RequestError(f"method.chunk={self.chunk}", rule, "method.chunk=auto would work")
@@ -140,7 +139,7 @@ class GroupCastAttention(USP):
 
     def _cast(self, problem: Problem) -> Fraction:
         """The rows that a group receives, in chunks, in the mean over groups."""
-        return Fraction(rows_seen_elsewhere(self.dealt(problem)), problem.seqlen)
+        return Fraction(rows_seen_elsewhere(self.dealt(problem)), problem.keys.seqlen)
 
     def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
         cast_rows(steps, q_h, kv_h, o_h, self._stages(kv_h))

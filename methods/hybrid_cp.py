@@ -47,7 +47,6 @@ from sp_bench.plan import (
     Steps,
     Tensor,
     members_seen,
-    refuse_other_keys,
     rows_seen_elsewhere,
 )
 
@@ -74,8 +73,7 @@ class HybridCP(Method):
         return (cls.for_packs, *cls.layouts)
 
     def refuse(self, problem: Problem) -> None:
-        """Raise RequestError for `rank_tokens` where there are no sub-groups, or keys not of the queries' tokens."""
-        refuse_other_keys(self.name, problem)
+        """Raise RequestError for `rank_tokens` where there are no sub-groups."""
         if self.rank_tokens != "auto" and (problem.mask.sends_unseen or self.layout in self.layouts):
             rule = "is for sub-groups of a pack's documents, on the layout hybrid"
             raise RequestError(f"method.rank_tokens={self.rank_tokens}", rule, "method.rank_tokens=auto would work")
@@ -111,7 +109,7 @@ class HybridCP(Method):
 
     def _cast(self, problem: Problem) -> Fraction:
         """The rows that a rank receives, in chunks, in the mean over ranks."""
-        return Fraction(rows_seen_elsewhere(self.dealt(problem)), problem.seqlen)
+        return Fraction(rows_seen_elsewhere(self.dealt(problem)), problem.keys.seqlen)
 
 
 def _rounds(problem: Problem, kv: Chunk) -> list[tuple[int, ...]]:

@@ -14,6 +14,10 @@ With batch_tokens=4M (the tokens of a training step; needs model=) it is about t
 parallelism x method, ranked by tokens per second with the memory of each, and what torchtitan and Megatron-LM call the
 settings. What ties is said.
 
+With workload=decode it is about a decode step: the methods that leave caches where they are. With latent_dim=512 (and
+v_head_dim, phase=forward, kv_seqlen for a prompt behind a history) latents travel. Neither has measurements like it, so
+that nothing has an interval.
+
 Keys are those of `python -m sp_bench` (cluster, gpus, seqlen, batch, heads, kv_heads, head_dim, mask, dtype, phase, and
 model, of which one attention is taken), and memory=60GB (what one attention may need on a GPU, in GB or GiB),
 plots=FILE.svg (time, memory, volume against the bound), changes=false (don't ask what would change the answer),
@@ -25,6 +29,7 @@ Exit codes: 0 ok, 2 a request that can't be served.
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,9 +39,9 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from sp_bench.advise import job, job_words, packs_words, plots
-from sp_bench.advise.candidates import PAD_HEADS, Answer, Question, answer
+from sp_bench.advise.candidates import DECODE, PAD_HEADS, Answer, Question, answer, decodes
 from sp_bench.advise.changes import Change, changes
-from sp_bench.advise.code import Wanted
+from sp_bench.advise.code import Wanted, command_options
 from sp_bench.advise.flags import FRAMEWORKS, settings
 from sp_bench.advise.packs import Packs, answer_for_packs, packs_of
 from sp_bench.advise.workers import workers
@@ -46,6 +51,7 @@ from sp_bench.cli.words import amount, over_least
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.point.unread import unread
+from sp_bench.records import Record
 from sp_bench.terminal import fitted, say
 
 UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
@@ -73,10 +79,17 @@ def _advise(arguments: Sequence[str]) -> int:
         flag(given, PAD_HEADS)
     for key in given.keys() - {ALL, PAD_HEADS}:
         if key.partition(".")[0] in (*NOT_ADVISED, *REGISTRY):
-            raise RequestError(f"{key}={given[key]}", "is what the advice is about", "leaving it out would work")
+            if key == "workload" and given[key] == DECODE:
+                continue
+            works = (
+                f"leaving it out, or {key}={DECODE}, would work" if key == "workload" else "leaving it out would work"
+            )
+            raise RequestError(f"{key}={given[key]}", "is what the advice is about", works)
         if key in unread("simulate"):
             rule = "is read by measured points only, and advice simulates"
             raise RequestError(f"{key}={given[key]}", rule, "leaving it out would work")
+    if BATCH in given and given.get("workload") == DECODE:
+        raise RequestError(f"workload={DECODE}", f"has no {BATCH}, which are of a training step", "batch=16 would work")
     if BATCH in given:
         return _advise_job(arguments, given[BATCH])
     overrides = [argument for argument in arguments if argument.partition("=")[0] not in (*OWN, ALL)]
@@ -100,7 +113,7 @@ def _advise(arguments: Sequence[str]) -> int:
             with _progress("what would change it: ") as done:
                 varied = changes(overrides, found, memory_bytes=memory_bytes, mapped=mapped, done=done)
     said(console, what_changes(found, varied))
-    for line in how_to(found):  # commands and code: to be copied
+    for line in how_to(found, overrides):  # commands and code: to be copied
         console.print(line, soft_wrap=True)
     if "plots" in given:
         plots.write(Path(given["plots"]), found, memory_bytes)
@@ -166,8 +179,7 @@ def size(text: str) -> float:
 def heading(found: Answer) -> list[str]:
     """The request, the answer, and the figures that it is by."""
     first, record = found.feasible[0], found.feasible[0].record
-    tokens = f"{record.seqlen:,} tokens" + (f" that see {record.kv_seqlen:,} keys" if record.kv_seqlen else "")
-    lines = [f"One attention of {tokens}, {packs_words.shape(record)}. All times are simulated.", ""]
+    lines = [f"{_about(record)}, {packs_words.shape(record)}. All times are simulated.", ""]
     tied = found.tied
     if not first.time.backed:
         lines.append(f"{first.name} is the fastest in simulation. It is not validated: nobody knows how far off it is.")
@@ -181,6 +193,23 @@ def heading(found: Answer) -> list[str]:
         lines.append(f"{of}{too} close to call: {names}. Their intervals overlap that of the fastest.")
     lines.append(f"Kernel rates: {record.kernel}. Measure the first two on your machine.")
     return [*lines, *(f"note: {note}" for note in record.notes or ())]
+
+
+def _about(record: Record) -> str:
+    """The attention, by its tokens and keys."""
+    if record.sequences:
+        new = "a new token" if record.seqlen == 1 else f"{record.seqlen} new tokens"
+        cached = record.kv_seqlen or record.seqlen
+        keys = f"{cached:,} keys" if record.mask != "document" else f"{cached:,} keys together"
+        sequences = "one sequence" if record.sequences == 1 else f"{record.sequences} sequences"
+        return f"The attention of one layer in a decode step: {new} of {sequences} with caches of {keys}"
+    more = f" that see {record.kv_seqlen:,} keys" if record.kv_seqlen else ""
+    return f"One attention of {record.seqlen:,} tokens{more}"
+
+
+def _ms(step_ms: float | None) -> str:
+    """Milliseconds with a decimal; three digits of fewer than one."""
+    return "-" if step_ms is None else f"{step_ms:,.1f}" if step_ms >= 1 else f"{step_ms:.3g}"
 
 
 def backing(found: Answer) -> list[str]:
@@ -204,10 +233,13 @@ def ranking(found: Answer) -> dict[str, list[str]]:
     return {
         "method": [each.name for each, _, _ in rows],
         "layout": [r.layout or "-" for _, _, r in rows],
-        "step, ms": [f"{time.step_ms:,.1f}" for _, time, _ in rows],
-        "interval": [f"{time.low_ms:,.1f} to {time.high_ms:,.1f}" if time.backed else "-" for _, time, _ in rows],
+        "step, ms": [_ms(time.step_ms) for _, time, _ in rows],
+        "interval": [f"{_ms(time.low_ms)} to {_ms(time.high_ms)}" if time.backed else "-" for _, time, _ in rows],
         "MFU": [f"{r.mfu:.1%}" if r.mfu is not None else "-" for _, _, r in rows],
-        "sent/GPU": [f"{(r.comm_bytes_per_gpu or 0) / 1e9:,.2f} GB" for _, _, r in rows],
+        "sent/GPU": [
+            amount(r.comm_bytes_per_gpu) if r.sequences else f"{(r.comm_bytes_per_gpu or 0) / 1e9:,.2f} GB"
+            for _, _, r in rows
+        ],
         "least, own split": [amount(r.comm_bytes_lower_bound) for _, _, r in rows],
         "/ least": [over_least(r, r.comm_bytes_least) for _, _, r in rows],
         "peak mem": [f"{(r.peak_mem_bytes_max or 0) / 1e9:,.2f} GB" for _, _, r in rows],
@@ -230,24 +262,34 @@ def what_changes(found: Answer, varied: Sequence[Change]) -> list[str]:
             lines.append(f"  {change.what}: nothing fits any more")
         elif change.was_first is None:
             lines.append(
-                f"  {change.what}: {first} can't run; {change.first.name}, {change.first.time.step_ms:,.1f} ms"
+                f"  {change.what}: {first} can't run; {change.first.name}, {_ms(change.first.time.step_ms)} ms"
             )
         elif change.changes:
             slower = change.was_first.time.step_ms / change.first.time.step_ms
             step_ms = change.first.time.step_ms
             lines.append(
-                f"  {change.what}: {change.first.name}, {step_ms:,.1f} ms; {first} takes {slower:.2f}x as long"
+                f"  {change.what}: {change.first.name}, {_ms(step_ms)} ms; {first} takes {slower:.2f}x as long"
             )
         else:
             same, fastest = change.was_first.time.step_ms, change.first.name
             best = "the fastest" if change.first.method.name == first else f"tied with {fastest}"
-            lines.append(f"  {change.what}: {change.was_first.name} is still {best}, {same:,.1f} ms")
+            lines.append(f"  {change.what}: {change.was_first.name} is still {best}, {_ms(same)} ms")
     return ["", "What would change the answer:", *lines] if lines else []
 
 
-def how_to(found: Answer) -> list[str]:
-    """Settings for the fastest, and for the fastest that a framework has under the mask."""
-    lines = ["", "How to run it:"]
+def how_to(found: Answer, overrides: Sequence[str] = ()) -> list[str]:
+    """Settings for the fastest, and for the fastest that a framework has under the mask.
+
+    Of a decode step, and of latents, which SequenceParallelAttention doesn't take: the command of the fastest, for a
+    question with these overrides.
+    """
+    lines, first = ["", "How to run it:"], found.feasible[0]
+    if decodes(found.config) or first.record.latent_dim:
+        what = "decode steps" if decodes(found.config) else "latents"
+        asked = " ".join(shlex.quote(each) for each in overrides)
+        chosen = " ".join(command_options(Wanted.of(first.method, first.record)))
+        missing = f"SequenceParallelAttention takes no {what}, and settings of frameworks are not known here"
+        return [*lines, f"  {first.name}: {missing}", f"    python -m sp_bench {asked} {chosen}"]
     for i, each in enumerate(found.feasible):
         texts = settings(Wanted.of(each.method, each.record))
         elsewhere = any(name in FRAMEWORKS for name in texts)

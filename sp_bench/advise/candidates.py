@@ -19,6 +19,8 @@ from sp_bench.records.interval import Interval, interval
 
 LEFT_OUT = ("reference", "dcp", "helix", "tree")
 """Methods for one GPU, and for decode steps: elsewhere these are one tile of Mesh-Attention by gathers."""
+DECODE = "decode"
+"""The one workload that a question may name: all others are about an attention of theirs."""
 PAD_HEADS = "method.pad_heads"
 """The one option of methods that a question may set: for all that have it."""
 
@@ -115,15 +117,16 @@ def answers(
 
     Configs are composed while methods are simulated. Raises RequestError for unknown keys.
     """
-    asked = [(i, name) for i, one in enumerate(questions) for name in one.methods if name not in LEFT_OUT]
     configs: list[dict[str, Any]] = []
     with Composer() as composer:
+        # All questions are about one workload.
+        candidates = of_workload(composer, questions[0].overrides)
+        asked = [(i, name) for i, one in enumerate(questions) for name in one.methods if name in candidates]
 
         def composed() -> Iterator[dict[str, Any]]:
             for i, name in asked:
                 (point,) = composer.points(for_method(questions[i].overrides, name), sweep=False)
                 configs.append(composer.compose(point))
-                _refuse_others(configs[-1])
                 yield configs[-1]
 
         found: dict[int, Answer] = {}
@@ -141,23 +144,25 @@ def answers(
     return [found[i] for i in range(len(questions))]
 
 
-def _refuse_others(config: Mapping[str, Any]) -> None:
-    """Raise RequestError for a model that is there for its decode steps, and for latents that travel."""
-    if config["latent_dim"] is not None:
-        rule = "is what no framework and no module here sends yet, so that advice has no code for it"
-        works = "latent_dim=null kv_heads=null, or a point or sweep of the methods, would work"
-        raise RequestError(f"latent_dim={config['latent_dim']}", rule, works)
-    if config["workload"] == "decode":
-        rule = "is the shape of a decode step (workload=decode), and advice is about whole sequences"
-        works = "with heads, kv_heads, head_dim and v_head_dim in its place it would work"
-        raise RequestError(f"head_dim={config['head_dim']}, kv_heads={config['kv_heads']} of such a model", rule, works)
+def of_workload(composer: Composer, overrides: Sequence[str]) -> list[str]:
+    """The methods to try for a question: in a decode step those that leave caches where they are, else all others."""
+    (point,) = composer.points(for_method(overrides, "ring"), sweep=False)
+    if decodes(composer.compose(point)):
+        return [name for name, method in REGISTRY.items() if method.takes_caches]
+    return [name for name in REGISTRY if name not in LEFT_OUT]
+
+
+def decodes(config: Mapping[str, Any]) -> bool:
+    """Whether a composed config is of a decode step, as of a model that is there for its own."""
+    return config["workload"] == DECODE
 
 
 @uncollected()
 def _tried(config: Mapping[str, Any]) -> Feasible | RequestError:
     """A method simulated at its fastest degrees, or why it can't run."""
+    workload = DECODE if decodes(config) else "attention"
     try:
-        record, choice = simulate_point(resolve({**config, "mode": "simulate", "workload": "attention", "trace": 0}))
+        record, choice = simulate_point(resolve({**config, "mode": "simulate", "workload": workload, "trace": 0}))
     except RequestError as error:
         return error
     return Feasible(choice.method, record)

@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sp_bench.advise.candidates import Answer, Feasible, Question, answers
+from sp_bench.advise.candidates import Answer, Feasible, Question, answers, decodes
 from sp_bench.advise.workers import Map
+from sp_bench.plan.documents import Documents
+from sp_bench.plan.patterns import divisors
+from sp_bench.point.given import Given
 from sp_bench.reading import Tokens, read
 
 TRIED = 3
@@ -62,13 +65,51 @@ def _varied(config: Mapping[str, Any]) -> dict[str, list[str]]:
     if rate := inter.get("bytes_per_s"):
         varied["NICs at half the rate"] = [f"cluster.inter.bytes_per_s={rate / 2}"]
         varied["NICs at twice the rate"] = [f"cluster.inter.bytes_per_s={rate * 2}"]
-    heads, kv_heads = config["heads"], config["kv_heads"] or config["heads"]
-    if kv_heads < heads:
-        varied[f"as many key heads as heads, {heads}"] = [f"kv_heads={heads}"]
-    if kv_heads % 4 == 0:
-        varied[f"a quarter of the key heads, {kv_heads // 4}"] = [f"kv_heads={kv_heads // 4}"]
+    of_keys = _of_decoding(config) if decodes(config) else _of_attention(config)
+    return varied | of_keys
+
+
+def _of_attention(config: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Other key heads, or keys in place of latents, and other lengths."""
+    heads, varied = config["heads"], {}
+    if config["latent_dim"] is None:
+        varied |= _of_key_heads(heads, config["kv_heads"] or heads)
+    else:
+        as_keys = ["latent_dim=null", "rope_dim=null", f"kv_heads={heads}"]
+        varied[f"keys and values of all {heads} heads in place of latents"] = as_keys
     lengths = {key: read(Tokens, config[key], key) for key in ("seqlen", "kv_seqlen") if config[key] is not None}
     if not any(tokens % 4 for tokens in lengths.values()):
         varied[f"a quarter of the length, {lengths['seqlen'] // 4:,}"] = [f"{k}={v // 4}" for k, v in lengths.items()]
     varied[f"four times the length, {4 * lengths['seqlen']:,}"] = [f"{k}={4 * v}" for k, v in lengths.items()]
+    return varied
+
+
+def _of_decoding(config: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Other key heads, GPUs that share heads, and other caches: more or fewer, longer or shorter."""
+    asked = Given.of(config)
+    values, varied = asked.values, {}
+    latent, degree = config["decode"]["latent"], asked.workload.tensor_parallel(config)
+    if not latent:
+        varied |= _of_key_heads(values.heads, values.kv_heads)
+        shared = [d for d in divisors(values.gpus) if d > degree and values.kv_heads % d == 0]
+        for more in shared[:1] + shared[-1:]:
+            varied[f"{more} GPUs that share heads"] = [f"decode.tensor_parallel={more}"]
+    if isinstance(asked.mask, Documents):  # the sequences and their caches are those of data
+        return varied
+    cached = values.kv_seqlen or values.seqlen
+    if cached % 4 == 0:
+        varied[f"caches of a quarter, {cached // 4:,} keys"] = [f"kv_seqlen={cached // 4}"]
+    varied[f"caches of four times as many keys, {4 * cached:,}"] = [f"kv_seqlen={4 * cached}"]
+    if values.batch > 1:
+        varied["one sequence"] = ["batch=1"]
+    varied[f"four times the sequences, {4 * values.batch}"] = [f"batch={4 * values.batch}"]
+    return varied
+
+
+def _of_key_heads(heads: int, kv_heads: int) -> dict[str, list[str]]:
+    varied: dict[str, list[str]] = {}
+    if kv_heads < heads:
+        varied[f"as many key heads as heads, {heads}"] = [f"kv_heads={heads}"]
+    if kv_heads % 4 == 0:
+        varied[f"a quarter of the key heads, {kv_heads // 4}"] = [f"kv_heads={kv_heads // 4}"]
     return varied

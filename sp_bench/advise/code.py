@@ -11,6 +11,7 @@ from sp_bench.plan.mask import CAUSAL, Mask
 from sp_bench.plan.method import Method
 from sp_bench.point.masks import mask_of
 from sp_bench.records import Record
+from sp_bench.workload.base import SINKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,11 @@ class Wanted:
         )
 
     @property
+    def sinks(self) -> bool:
+        """Whether softmaxes have learned scores besides those of keys: a tensor (H,) `sinks`."""
+        return self.config.get(SINKS) is True
+
+    @property
     def ulysses(self) -> int:
         """The head-parallel degree."""
         return self.method.head_parallel(self.gpus)
@@ -72,6 +78,7 @@ def module_code(wanted: Wanted) -> str:
     length = f", seqlen={wanted.seqlen}" if uneven else ""
     if wanted.kv_seqlen:
         length = f", seqlen={wanted.seqlen}, kv_seqlen={wanted.kv_seqlen}"
+    length += ", sinks=sinks" if wanted.sinks else ""
     lines += [
         f'attention = SequenceParallelAttention("{wanted.method.name}"{given})',
         f"out = attention(q, k, v{length})",
@@ -90,6 +97,26 @@ def _options(wanted: Wanted) -> dict[str, str]:
     kernel = (wanted.config.get("kernel") or {}).get("name")
     found["kernel"] = None if kernel == "auto" else kernel
     return {name: repr(value).replace("'", '"') for name, value in found.items() if value is not None}
+
+
+def command_options(wanted: Wanted) -> list[str]:
+    """The method and its chosen options as keys of `python -m sp_bench`."""
+    method = wanted.method
+    chosen = {f.name: vars(method)[f.name] for f in fields(method)}
+    chosen = {f.name: chosen[f.name] for f in fields(method) if chosen[f.name] not in (f.default, "auto")}
+    if len(method.layouts) > 1:
+        chosen["layout"] = wanted.layout
+    words = (f"method.{name}={_as_key(value)}" for name, value in chosen.items() if value is not None)
+    return [f"method={method.name}", *words]
+
+
+def _as_key(value: Any) -> str:
+    """A value as Hydra reads it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return "[" + ",".join(map(_as_key, value)) + "]"
+    return str(value)
 
 
 def _mask(wanted: Wanted) -> str:

@@ -1,7 +1,7 @@
 """The settings of frameworks that have a method under a mask, with the versions that they were checked against.
 
 A framework that can't do the mask, the heads or the lengths is left out: all of these train, with as many keys as
-queries. What is Python is executed by tests/advise/test_settings.py.
+queries. Of sinks it isn't known whether they take them. What is Python is executed by tests/advise/test_settings.py.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def settings(wanted: Wanted) -> dict[str, str]:
     """The settings of the frameworks that have the method under the mask, by name, and the code of this suite."""
     found = {}
     # torchtitan and Megatron-LM ask for such lengths, the others for even shards.
-    if wanted.seqlen % (2 * wanted.gpus) == 0 and not wanted.kv_seqlen:
+    if wanted.seqlen % (2 * wanted.gpus) == 0 and not (wanted.kv_seqlen or wanted.sinks):
         found = {name: framework.setting(wanted) for name, framework in FRAMEWORKS.items()}
     return {name: text for name, text in found.items() if text} | {OURS: module_code(wanted)}
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from sp_bench import account
-from sp_bench.advise.candidates import Answer, Feasible, Question, answers
+from sp_bench.advise.candidates import Answer, Feasible, Question, answers, decodes
 from sp_bench.advise.workers import Map
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
@@ -145,6 +145,11 @@ def packs_of(overrides: Sequence[str], count: str | None) -> Packs | None:
     with Composer() as composer:
         (point,) = composer.points([*overrides, f"method={SPANS[1]}"], sweep=False)
         config = composer.compose(point)
+    if decodes(config):
+        if read(Count, count or 1, "packs") > 1:
+            rule = "are of documents that are trained or read together: in a decode step they are its sequences"
+            raise RequestError(f"packs={count}", rule, "packs=1 would work")
+        return None
     drawn = config["mask"] == Documents.name and isinstance(data_of(config["data"]), Drawn)
     wanted = read(Count, count, "packs") if count is not None else PACKS if drawn else 1
     if wanted > 1 and not drawn:

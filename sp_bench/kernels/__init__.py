@@ -15,11 +15,13 @@ from sp_bench.kernels.cudnn import Cudnn
 from sp_bench.kernels.flash_attn import FlashAttn
 from sp_bench.kernels.flash_attn_3 import FlashAttn3
 from sp_bench.kernels.flash_attn_4 import FlashAttn4
+from sp_bench.kernels.flashinfer import FlashInfer
 from sp_bench.kernels.fold import PACKAGES, fold_
 from sp_bench.kernels.reference import Reference
 
 KERNELS: dict[str, type[BlockKernel]] = {
-    kernel.name: kernel for kernel in (Reference, AtenCpu, AtenFlash, Cudnn, FlashAttn, FlashAttn3, FlashAttn4)
+    kernel.name: kernel
+    for kernel in (Reference, AtenCpu, AtenFlash, Cudnn, FlashAttn, FlashAttn3, FlashAttn4, FlashInfer)
 }
 """Every backend by its name. A new one is imported above and listed here."""
 
@@ -32,7 +34,7 @@ def packages() -> set[str]:
 HOPPER = 9
 """The major compute capability of Hopper GPUs."""
 
-__all__ = ["KERNELS", "BlockKernel", "auto_order", "choose", "fold_"]
+__all__ = ["KERNELS", "BlockKernel", "auto_order", "choose", "choose_for_caches", "fold_"]
 
 
 def choose(name: str, device: str, dtype: str, head_dim: int) -> BlockKernel:
@@ -57,6 +59,47 @@ def choose(name: str, device: str, dtype: str, head_dim: int) -> BlockKernel:
             passed_over.append(f"kernel=auto passes over {kernel.name}, which is there: {why}")
             warnings.warn(passed_over[-1], stacklevel=2)
     raise RequestError(f"dtype={dtype}", f"no kernel takes it on {device}", "dtype=float32 would work")
+
+
+def choose_for_caches(
+    name: str, device: str, dtype: str, head_dim: int, value_dim: int, page: int | None
+) -> BlockKernel:
+    """The kernel of that name for decode steps, or for `auto` the first of `caches_order` that supports the device,
+    dtype and widths; those that read pages of `page` tokens as they lie come before the others, if there are pages.
+
+    Raises RequestError for an unknown name, or a kernel that doesn't support them.
+    """
+
+    def refusal(kernel: type[BlockKernel]) -> str:
+        return kernel.refuses_caches(device, dtype, head_dim, value_dim)
+
+    if name != "auto":
+        if name not in KERNELS:
+            raise unknown("kernel", name, [*KERNELS, "auto"])
+        if why := refusal(KERNELS[name]):
+            raise RequestError(f"kernel={name}", why, "kernel=auto would work")
+        chosen = KERNELS[name]()
+    else:
+        order = sorted(caches_order(device), key=lambda kernel: page is not None and not kernel.takes_pages(page))
+        found = next((kernel for kernel in order if not refusal(kernel)), None)
+        if found is None:
+            raise RequestError(f"dtype={dtype}", f"no kernel takes it on {device}", "dtype=float32 would work")
+        chosen = found()
+    chosen.decodes = True
+    if page is not None and not chosen.takes_pages(page):
+        chosen.notes = (f"{chosen.name} reads no pages of {page} tokens: keys are copied by an index before it",)
+    return chosen
+
+
+def caches_order(device: str) -> tuple[type[BlockKernel], ...]:
+    """The kernels that `auto` tries for decode steps: first those that cut a cache into parts and read pages.
+
+    No source compares them for rows and caches as they are here.
+    """
+    if device != "cuda":
+        return auto_order(device)
+    first = (FlashAttn3, FlashAttn, FlashInfer)
+    return (*first, *(kernel for kernel in auto_order(device) if kernel not in first))
 
 
 def auto_order(device: str) -> tuple[type[BlockKernel], ...]:

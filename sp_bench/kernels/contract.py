@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sp_bench.kernels.entries import Entries
 from sp_bench.kernels.pieces import Pieces
 from sp_bench.plan.regions import Region, RegionKind
 
@@ -42,6 +43,10 @@ class BlockKernel(ABC):
     """Whether its persistent kernels leave `sm_margin` SMs free."""
     sm_margin: int = 0
     """SMs that its kernels leave to transfers, if it `has_margin`."""
+    in_pages: ClassVar[bool] = False
+    """Whether it has `forward_pages` alone, in which keys that lie one behind the other are pages of one token."""
+    decodes: bool = False
+    """Whether its calls are those of decode steps: few rows, and long caches that a kernel may cut into parts."""
     notes: tuple[str, ...] = ()
     """Notes on its choice for a reader of its times."""
 
@@ -52,6 +57,16 @@ class BlockKernel(ABC):
 
         `device` is cpu or cuda. The backend itself checks the GPU and the installed packages.
         """
+
+    @classmethod
+    def refuses_caches(cls, device: str, dtype: str, head_dim: int, value_dim: int) -> str:
+        """Why the backend can't run decode steps here, with keys and values of such widths; empty if it can."""
+        return cls.refuses(device, dtype, head_dim)
+
+    @classmethod
+    def takes_pages(cls, page: int) -> bool:
+        """Whether it reads pages of so many tokens as they lie (`forward_pages`)."""
+        return False
 
     @abstractmethod
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]: ...
@@ -133,6 +148,13 @@ class BlockKernel(ABC):
             return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
         out, lse = self._forward(_stacked(q, pieces), _stacked(k, pieces), _stacked(v, pieces), pieces.causal)
         return out.reshape(*q.shape[:3], v.shape[3]), _in_line(lse, pieces)
+
+    def forward_pages(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
+        """`forward` of entries, each of which sees its own pages: (out_ERHD, lse_EHR) of q_ERHD.
+
+        k and v are pools, (pages, tokens, heads, D), with any numbers where no key is. Values are as wide as keys.
+        """
+        raise NotImplementedError(f"{self.name} reads no pages")
 
     def gradients_of_pieces(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from sp_bench.kernels.cuda import CudaKernel, beneath, deterministic, unit_stride
+from sp_bench.kernels.entries import Entries
 from sp_bench.kernels.pieces import Pieces
+
+PAGES_OF = 256
+"""Its pages have a multiple of so many tokens (csrc/flash_attn/flash_api.cpp, mha_fwd_kvcache)."""
 
 
 class FlashAttn(CudaKernel):
@@ -24,6 +28,25 @@ class FlashAttn(CudaKernel):
     packages: ClassVar[Mapping[str, str]] = {"flash_attn": "flash-attn"}
     install = "pip install flash-attn --no-build-isolation"
     varlen = True
+
+    @classmethod
+    def takes_pages(cls, page: int) -> bool:
+        return page % PAGES_OF == 0
+
+    def forward_pages(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
+        """Its kernel for caches, which it cuts into as many parts as keep the GPU busy; one if all is deterministic."""
+        out, lse = self.functions.flash_attn_with_kvcache(
+            unit_stride(q),
+            unit_stride(k),
+            unit_stride(v),
+            cache_seqlens=entries.counts,
+            block_table=entries.table,
+            softmax_scale=1 / math.sqrt(q.shape[3]),
+            causal=False,
+            num_splits=1 if deterministic() else 0,
+            return_softmax_lse=True,
+        )
+        return out, lse.contiguous()
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = beneath(self.functions._flash_attn_forward)(

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from sp_bench.errors import RequestError
 from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
+from sp_bench.kernels.entries import Entries
 from sp_bench.kernels.pieces import Pieces
 
 
 class FlashAttn3(CudaKernel):
     """FlashAttention-3. Its tensors are (B, S, H, D), as in the contract.
 
-    num_splits is 1, as the order of sums over more splits of the keys would depend on the load. Its kernels have one
-    CTA for each SM but the last `sm_margin`, from start to end.
+    num_splits is 1, as the order of sums over more splits of the keys would depend on the load; of decode steps, which
+    would keep few SMs busy, it is as many as its package finds best. Its kernels have one CTA for each SM but the last
+    `sm_margin`, from start to end.
     """
 
     name = "flash_attn_3"
@@ -48,12 +50,34 @@ class FlashAttn3(CudaKernel):
     def refuses_deterministic(cls, capability: tuple[int, int], head_dim: int) -> str:
         return f"its deterministic backward takes a head_dim of at most 192, not {head_dim}" if head_dim > 192 else ""
 
+    @classmethod
+    def takes_pages(cls, page: int) -> bool:
+        """True: they may have any number of tokens."""
+        return True
+
+    @property
+    def _splits(self) -> int:
+        """Splits of the keys; 0 for as many as its package chooses."""
+        return 0 if self.decodes and not deterministic() else 1
+
+    def forward_pages(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.functions.fwd.default(
+            *(unit_stride(x) for x in (q, k, v)),
+            seqused_k=entries.counts,
+            page_table=entries.table,
+            softmax_scale=1 / math.sqrt(q.shape[3]),
+            is_causal=False,
+            num_splits=self._splits,
+            sm_margin=self.sm_margin,
+        )
+        return out, lse.contiguous()
+
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.functions.fwd.default(
             *(unit_stride(x) for x in (q, k, v)),
             softmax_scale=1 / math.sqrt(q.shape[3]),
             is_causal=causal,
-            num_splits=1,
+            num_splits=self._splits,
             sm_margin=self.sm_margin,
         )
         return out, lse.contiguous()
@@ -91,7 +115,7 @@ class FlashAttn3(CudaKernel):
             max_seqlen_k=max(pieces.kv_lengths),
             softmax_scale=1 / math.sqrt(q.shape[2]),
             is_causal=pieces.causal,
-            num_splits=1,
+            num_splits=self._splits,
             sm_margin=self.sm_margin,
         )
         return out, lse

@@ -51,8 +51,11 @@ class Reference(BlockKernel):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv) in fp64 of a whole sequence; all tensors are BSHD, with tokens in order of position."""
+def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, sinks: Tensor | None = None) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv) in fp64 of a whole sequence; all tensors are BSHD, with tokens in order of position.
+
+    With `sinks`, (H,), whose values are 0, also their gradient.
+    """
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     kernel, everything = Reference(), (range(q.shape[1]),)
     windows = [
@@ -62,6 +65,9 @@ def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> tuple[Te
     for rows, columns, kind in windows:
         part = kernel.forward(q[:, rows], k[:, columns], v[:, columns], kind)
         fold_unfused_(out[:, rows], lse[:, :, rows], *part)
+    if sinks is not None:
+        lse, of_keys = torch.logaddexp(lse, sinks.double()[:, None]), lse
+        out *= torch.exp(of_keys - lse).transpose(1, 2)[..., None]
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for rows, columns, kind in windows:
         inputs = dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, :, rows]
@@ -69,7 +75,10 @@ def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> tuple[Te
             (dq[:, rows], dk[:, columns], dv[:, columns]), kernel.backward(*inputs, kind), strict=True
         ):
             gradient += part
-    return out, dq, dk, dv
+    if sinks is None:
+        return out, dq, dk, dv
+    weights = torch.exp(sinks.double()[:, None] - lse)
+    return out, dq, dk, dv, -(weights * (out * dout).sum(3).transpose(1, 2)).sum((0, 2))
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:

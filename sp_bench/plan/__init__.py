@@ -1,7 +1,7 @@
 """The plan vocabulary: all that a method imports from the suite. Pure Python, no torch."""
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.casts import members_seen, refuse_other_keys, rows_seen_elsewhere
+from sp_bench.plan.casts import members_seen, rows_seen_elsewhere
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.dealers import DEALERS, Dealt
 from sp_bench.plan.fuse import one_block
@@ -96,7 +96,6 @@ __all__ = [
     "receive_next",
     "reduce_next",
     "reduce_scatter",
-    "refuse_other_keys",
     "return_home",
     "rows_seen_elsewhere",
     "send_row_sums",

@@ -199,12 +199,14 @@ class Caches(OfLengths):
             raise RequestError(f"a cache of {short} keys", rule, f"{n} keys or more, or fewer GPUs, would work")
 
     def shortened(self, n: int) -> Caches:
-        """The same sequences with shorter caches, as unevenly dealt to `n` ranks, each rank with some keys of each."""
-        each = max(1, KEYS_OF_ALL // len(self.lengths))
+        """The same sequences with shorter caches, as unevenly dealt to `n` ranks, each rank with some keys of each.
+
+        Pages stay as they are, since kernels take some sizes and not others: a rank has more than one of each cache.
+        """
+        each = max(1, KEYS_OF_ALL // len(self.lengths), 0 if self.page is None else self.page * 3 // 2)
         least = -(-self.new // n)  # as many keys as new tokens
         lengths = tuple((min(length // n, max(each, least)) * n + length % n) for length in self.lengths)
-        page = None if self.page is None else max(min(self.page, min(lengths) // n), 1)
-        return replace(self, lengths=lengths, page=page)
+        return replace(self, lengths=lengths)
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,17 @@ neighbouring keys, whoever sent them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from sp_bench.errors import RequestError
 from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.groups import Group
 from sp_bench.plan.intervals import Runs, Sizes, regions_between, regions_of_runs, runs_of, sizes_of
-from sp_bench.plan.layout import Layout
+from sp_bench.plan.layout import Positions, Shards
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.ops import Chunk, Gathered, GroupCast, GroupReduce, RowCollective
 from sp_bench.plan.problem import Problem
@@ -64,9 +63,11 @@ class Casts:
     """The rows that chunks need of each other, under one mask and layout."""
 
     pack: Packed
-    """The mask; one document, if it is of a whole sequence."""
-    layout: Layout
-    chunks: int
+    """The mask by positions of keys; one document, if it is of a whole sequence."""
+    of_queries: Shards
+    of_keys: Shards
+    ahead: int
+    """How many keys are before all queries."""
     _works: dict[tuple[int, tuple[int, ...]], tuple[Work, Work]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -99,10 +100,11 @@ class Casts:
 
     def _regions(self, queries: int, start: np.ndarray, tokens: np.ndarray) -> Regions:
         """The regions that a chunk's queries see of runs of keys, which lie behind each other in this order."""
-        keys, runs = Runs(start, start + tokens), runs_of(self.layout.ranges(queries, self.chunks, self.pack.seqlen))
+        keys, runs = Runs(start, start + tokens), runs_of(self._positions(queries))
         if runs:
             return regions_of_runs(self.pack, runs, keys)
-        first, stop = self.pack.sees(self._positions(queries))
+        each = [np.arange(run.start, run.stop, run.step) for run in self._positions(queries)]
+        first, stop = self.pack.sees(np.concatenate([np.zeros(0, int), *each]))
         return regions_between(keys.below(first), keys.below(stop)) if start.size else ()
 
     def work(self, queries: int, members: tuple[int, ...], *, forward: bool) -> Work:
@@ -113,31 +115,33 @@ class Casts:
             self._works[queries, members] = Work(sizes_of(regions), *rows), Work(sizes_of(by_keys(regions)), *rows)
         return self._works[queries, members][not forward]
 
-    def _positions(self, chunk: int) -> np.ndarray:
-        runs = self.layout.ranges(chunk, self.chunks, self.pack.seqlen)
-        return np.concatenate([np.zeros(0, int), *(np.arange(run.start, run.stop, run.step) for run in runs)])
+    @property
+    def chunks(self) -> int:
+        """How many chunks of queries there are, and of keys."""
+        return self.of_queries.chunks
+
+    def _positions(self, chunk: int) -> Positions:
+        """The positions of a chunk's queries among the keys."""
+        runs = self.of_queries.chunk_positions(chunk)
+        return tuple(range(run.start + self.ahead, run.stop + self.ahead, run.step) for run in runs)
 
     def _segments_of(self, queries: int, keys: int) -> np.ndarray:
         return np.flatnonzero(self._seen[queries] & (self._segments.owner == keys))
 
     @cached_property
-    def _intervals(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Each run of positions of a chunk: (chunk, start, stop), and what its queries see, which is a run too."""
-        found = [
-            (chunk, at.start, at.stop)
-            for chunk in range(self.chunks)
-            for run in filter(None, self.layout.ranges(chunk, self.chunks, self.pack.seqlen))
-            for at in ([run] if run.step == 1 else [range(p, p + 1) for p in run])
-        ]
-        chunk, start, stop = np.array(found, np.int64).T
-        return chunk, start, stop, self.pack.sees(start)[0], self.pack.sees(stop - 1)[1]
+    def _intervals(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The chunk of each run of queries, and the run of keys that they see: (chunk, first, stop)."""
+        chunk, start, stop = _in_runs(map(self._positions, range(self.chunks)))
+        return chunk, self.pack.sees(start)[0], self.pack.sees(stop - 1)[1]
 
     @cached_property
     def _segments(self) -> Segments:
-        chunk, start, _, first, last = self._intervals
+        keys = self.of_keys.seqlen
+        chunk, start, _ = _in_runs(map(self.of_keys.chunk_positions, range(self.chunks)))
+        _, first, last = self._intervals
         starts = np.unique(np.concatenate([start, first, last]))
-        starts = starts[starts < self.pack.seqlen]
-        tokens = np.diff(np.append(starts, self.pack.seqlen))
+        starts = starts[starts < keys]
+        tokens = np.diff(np.append(starts, keys))
         by_start = np.argsort(start)
         owner = chunk[by_start][np.searchsorted(start[by_start], starts, side="right") - 1]
         order = np.argsort(owner, kind="stable")
@@ -150,7 +154,7 @@ class Casts:
     @cached_property
     def _seen(self) -> np.ndarray:
         """Whether a query of each chunk sees a segment: (chunks, segments)."""
-        chunk, _, _, first, last = self._intervals
+        chunk, first, last = self._intervals
         starts = self._segments.start
         change = np.zeros((self.chunks, starts.size + 1), np.int32)
         np.add.at(change, (chunk, np.searchsorted(starts, first)), 1)
@@ -158,25 +162,30 @@ class Casts:
         return change[:, :-1].cumsum(axis=1) > 0
 
 
-def refuse_other_keys(method: str, problem: Problem) -> None:
-    """Raise RequestError where keys are not the queries' own tokens, whose rows are cast."""
-    if problem.kv_seqlen:
-        rule = f"{method} casts rows of tokens that are queries and keys, and there are seqlen={problem.seqlen}"
-        would_work = f"kv_seqlen={problem.seqlen}, or another method such as all_gather, would work"
-        raise RequestError(f"kv_seqlen={problem.kv_seqlen}", rule, would_work)
+def _in_runs(chunks: Iterable[Positions]) -> np.ndarray:
+    """Each run of positions of some chunks: (chunk, start, stop), (3, runs)."""
+    found = [
+        (chunk, at.start, at.stop)
+        for chunk, positions in enumerate(chunks)
+        for run in filter(None, positions)
+        for at in ([run] if run.step == 1 else [range(p, p + 1) for p in run])
+    ]
+    return np.array(found, np.int64).T
 
 
 def casts(problem: Problem) -> Casts:
     """The rows that the chunks of a problem need of each other."""
-    assert not problem.kv_seqlen, "refuse_other_keys comes first"
-    mask = problem.mask
-    pack = mask if isinstance(mask, Packed) else Documents((problem.seqlen,), causal=mask == CAUSAL)
-    return _casts(pack, problem.layout, problem.n // problem.layout.head_parallel)
+    mask, keys = problem.mask, problem.keys.seqlen
+    if not isinstance(mask, Packed):
+        # Under a full mask there may be more queries than keys: all of them see these, wherever they are.
+        whole = keys if mask == CAUSAL else max(keys, problem.seqlen)
+        return _casts(Documents((whole,), causal=mask == CAUSAL), problem.queries, problem.keys, problem.history)
+    return _casts(mask, problem.queries, problem.keys, 0)
 
 
 @lru_cache(maxsize=32)
-def _casts(pack: Packed, layout: Layout, chunks: int) -> Casts:
-    return Casts(pack, layout, chunks)
+def _casts(pack: Packed, queries: Shards, keys: Shards, ahead: int) -> Casts:
+    return Casts(pack, queries, keys, ahead)
 
 
 def rows_seen_elsewhere(problem: Problem) -> int:

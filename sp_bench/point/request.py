@@ -30,7 +30,7 @@ from sp_bench.reading import Count, Natural, Section, read
 from sp_bench.records import MODES, Record
 from sp_bench.records.quantities import Asked, Setup
 from sp_bench.records.record import Part, fields_of
-from sp_bench.workload import Workload, workload_named
+from sp_bench.workload import WORKLOADS, Decode, Workload, workload_named
 from sp_bench.workload.base import SINKS
 
 LEAST_STEP = 128
@@ -163,6 +163,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     kind, values = given.workload, given.values
     phases = kind.phases_of(str(config["phase"]))
     here = not (launch and launch.future)
+    _refuse_latents_twice(given)
     method = _method(given, here=here)
     peer = method if isinstance(method, Peer) else None
     problem = _problem(given, method)
@@ -225,11 +226,26 @@ def _refuse_sinks(config: Mapping[str, Any], kind: type[Workload]) -> None:
     if not config.get(SINKS):
         return
     if SINKS not in kind.keys:
-        rule = f"are of attention points: workload={kind.name} has none"
-        raise RequestError("sinks=true", rule, "sinks=false, or workload=attention, would work")
+        have = " and ".join(f"workload={name}" for name, each in WORKLOADS.items() if SINKS in each.keys)
+        raise RequestError("sinks=true", f"are of {have}: workload={kind.name} has none", "sinks=false would work")
     if config["cuda_graph"] is True:
         rule = "are summed by the host's call, which a graph doesn't have"
         raise RequestError("sinks=true cuda_graph=true", rule, "cuda_graph=false would work")
+
+
+def _refuse_latents_twice(given: Given) -> None:
+    """Raise RequestError for latents that blocks make keys of in a decode step, or in the shape of one."""
+    if given.values.latent_dim is None:
+        return
+    asked, shape = f"latent_dim={given.values.latent_dim}", "model=deepseek_v3_latents"
+    if given.workload is Decode:
+        rule = "a step makes no keys of what is cached: its queries have absorbed the matrices"
+        works = f"latent_dim=null decode.latent=true, or {shape}, which is of training and prefill, would work"
+        raise RequestError(f"{asked}, workload={Decode.name}", rule, works)
+    if given.config["decode"]["latent"] is True:
+        rule = "blocks make keys of every head, and this is the shape of a decode step, whose keys are the latents"
+        works = f"{shape}, or decode.latent=false with a shape like it, would work"
+        raise RequestError(f"{asked}, decode.latent=true", rule, works)
 
 
 def _refuse_replays(config: Mapping[str, Any], problem: Problem) -> None:

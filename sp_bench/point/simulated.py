@@ -23,7 +23,7 @@ from sp_bench.records.timeline import SimulatedTimeline
 from sp_bench.simulate import WAITING, simulate
 from sp_bench.simulate.beside import alone_s, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
-from sp_bench.workload.attention import Attention
+from sp_bench.workload.base import SUNK
 
 
 def outcome(request: Request) -> Outcome:
@@ -100,8 +100,8 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
         plans.memory,
     )
     notes = [*request.notes, *request.cluster.notes(choice.problem)]
-    if isinstance(request.workload, Attention) and request.workload.sinks:
-        notes.append("a pass over outputs, by which sinks enter them, and one for their gradient are not simulated")
+    if request.asked().sinks:
+        notes.append(SUNK)
     status = "incorrect" if plans.wrong else "ok"
     return request.record(status, plans.wrong or None, *parts, notes=notes), choice
 

@@ -29,6 +29,7 @@ from sp_bench.records.quantities import Breakdown, Memory, Timing, Traffic
 from sp_bench.simulate.beside import alone_s, beside, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, link_classes
 from sp_bench.simulate.graph import build_graph
+from sp_bench.workload.base import SUNK
 from sp_bench.workload.costs import TrainingCosts, too_large
 
 if TYPE_CHECKING:
@@ -191,6 +192,7 @@ def simulate_chosen(request: Request, cluster: Cluster | None = None) -> tuple[R
     fused = [FUSED] if device.elementwise_bytes_per_s == device.memory_bytes_per_s else []
     notes = [*request.notes, *request.cluster.notes(choice.problem), *fused, *along]
     notes += [COPIED] * costs.training.offload
+    notes += [SUNK] * costs.model.sinks
     notes += [TENSOR.format(degree)] * (degree > 1)
     return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *fields, notes=notes), choice
 

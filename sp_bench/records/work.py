@@ -38,9 +38,10 @@ def step_flops(record: Record) -> float | None:
         return None
     try:
         pairs = _pairs(record)
+        of_full = _pairs(record, whole=True) if record.full_layers else pairs
     except (KeyError, RequestError, TypeError):
         return None
-    if pairs is None:
+    if pairs is None or of_full is None:
         return None
     per_pair = flops_per_pair(record.phase, record.head_dim, record.v_head_dim or record.head_dim)
     attention = float(record.batch * pairs * record.heads * per_pair)
@@ -57,7 +58,8 @@ def step_flops(record: Record) -> float | None:
     if record.workload == "prefill":  # the last token alone has its logits computed
         tokens -= (record.seqlen - 1) * model["vocab"] * model["width"]
     matrices = 2.0 * record.batch * tokens * MATRICES[record.phase]
-    return matrices + model["layers"] * attention
+    full = record.full_layers or 0
+    return matrices + (model["layers"] - full + full * of_full / pairs) * attention
 
 
 def peak_of(record: Record) -> Peak | None:
@@ -74,10 +76,12 @@ def peak_of(record: Record) -> Peak | None:
     return None
 
 
-def _pairs(record: Record) -> float | None:
-    """(query, key) pairs of one head of one sequence, as MFU counts them."""
+def _pairs(record: Record, *, whole: bool = False) -> float | None:
+    """(query, key) pairs of one head of one sequence, as MFU counts them; `whole`: without its window or chunks."""
     seqlen, config = record.seqlen, record.config or {}
-    left, right = record.window or (None, None)
+    left, right = (None, None) if whole or not record.window else record.window
+    if whole and record.mask in (Window.name, Chunked.name):
+        return seqlen**2 * (0.5 if record.causal else 1.0)
     if record.mask == "full":
         return seqlen * (record.kv_seqlen or seqlen)
     if record.mask == "causal":

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_bench.kernels import BlockKernel, choose
+from sp_bench.kernels import BlockKernel, choose, choose_for_caches
 from sp_bench.kernels.contract import harmless
 from sp_bench.kernels.fold import fold_notes
 from sp_bench.lower import lower
+from sp_bench.plan.caches import Caches
 from sp_bench.plan.ops import Chunk, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import DKV, DO, DQ, KV, ODOQ, OUT, Field, Kind, O, Q
@@ -35,6 +36,17 @@ SINKS = "sinks"
 """The key of the scores that a forward had besides those of keys, among what it saves."""
 Saved = dict[Any, Tensors]
 """The tensors that a forward leaves for its backward. An Engine: fields of its plans' tensors (KV, ODOQ, ...)."""
+
+
+def kernel_for(problem: Problem, name: str, device: str) -> BlockKernel:
+    """The kernel of that name, or the one that `auto` takes, for a problem's blocks on a device, cpu or cuda.
+
+    Raises RequestError if it refuses the device, dtype or widths.
+    """
+    mask = problem.mask
+    if isinstance(mask, Caches):
+        return choose_for_caches(name, device, problem.dtype, problem.head_dim, problem.value_dim, mask.page)
+    return choose(name, device, problem.dtype, problem.head_dim)
 
 
 class Engine:
@@ -67,8 +79,7 @@ class Engine:
         """
         self.plans, self.problem, self.shares, self.words, self._timed = plans, problem, shares, words, timed
         self._latents = latents
-        chosen = isinstance(kernel, BlockKernel)
-        self.kernel = kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim)
+        self.kernel = kernel if isinstance(kernel, BlockKernel) else kernel_for(problem, kernel, device.type)
         self.transport = transport or GlooTransport(None)
         self._rank, self._device = rank, device
         lent = arena is not None and not self.transport.makes_memory

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sp_bench.kernels import choose
 from sp_bench.peers.engine import PeerEngine
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Plan
@@ -19,7 +18,7 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import KV
 from sp_bench.run.buffers import Arena
 from sp_bench.run.caches import in_pages
-from sp_bench.run.engine import Engine
+from sp_bench.run.engine import Engine, kernel_for
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.graphs import GraphedEngine
 from sp_bench.run.groups import gathered, world
@@ -191,7 +190,7 @@ def make_engines(
     """
     problem, device = chunks[0].problem, context.device
     plans = {f"{phase} {i}": plan for i, chunk in enumerate(chunks) for phase, plan in chunk.plans.items()}
-    kernel = choose(spec.kernel, device.type, problem.dtype, problem.head_dim)
+    kernel = kernel_for(problem, spec.kernel, device.type)
     shares = share(kernel, plans, device, spec.sm_margin)
     rank, transport = context.rank, None
     if spec.alone is not None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 SINKS = "sinks"
 """The key of a config that says whether an attention has sinks, and the attribute of a workload that does."""
+SUNK = "a pass over outputs, by which sinks enter them, and one for their gradient are not simulated"
+"""The note of simulated points with sinks."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,9 @@ class Model(Section, frozen=True, kw_only=True):
     full_every: Count | None = None
     """Every so many layers one sees all, and the others what the window or the chunks of the mask leave, as in GPT-OSS
     (2), Llama 4 (4) and Gemma 3 (6). None: all layers are alike."""
+    sinks: bool = False
+    """Whether the softmaxes of every layer of a decoder have a learned score by head besides those of keys, as in
+    GPT-OSS; the key `sinks` of a config says so."""
     text: Literal["joint", "cross"] | None = None
     """How text enters a dit. joint: text tokens go through the layers beside patches, and all see all (MM-DiT, Esser et
     al. 2024). cross: each layer has a cross-attention from patches to text (Wan, 2025)."""
@@ -122,7 +125,7 @@ class Model(Section, frozen=True, kw_only=True):
         both = self.layer_matrices(problem) | self.text_matrices(problem)
         matrices = [(outputs, inputs) for inputs, outputs in both.values()]
         if not self.modulated:
-            return matrices + [(self.width, 1)] * 2
+            return matrices + [(self.width, 1)] * 2 + [(problem.heads, 1)] * self.sinks
         return matrices + (self._with_bias(6) if self.modulation == "layer" else [(6 * self.width, 1)])
 
     def outside_shapes(self) -> list[tuple[int, int]]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
+from msgspec import structs
+
 from sp_bench import account
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import RequestError
@@ -21,7 +23,7 @@ from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.reading import read
 from sp_bench.records.quantities import TrainingStep
 from sp_bench.workload import training
-from sp_bench.workload.base import RankContext, Spec, Step, Workload
+from sp_bench.workload.base import SINKS, RankContext, Spec, Step, Workload
 from sp_bench.workload.costs import TrainingCosts
 from sp_bench.workload.gate import GateErrors
 from sp_bench.workload.model import NONE, Model, refuse_keys
@@ -41,7 +43,7 @@ class Train(Workload):
     name: ClassVar[str] = "train"
     kind: ClassVar[str] = "decoder"
     phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"forward_backward": (*PHASES, UPDATE)}
-    keys: ClassVar[tuple[str, ...]] = ("train",)
+    keys: ClassVar[tuple[str, ...]] = ("train", SINKS)
     simulated_as: ClassVar[str] = "training"
 
     model: Model
@@ -58,6 +60,7 @@ class Train(Workload):
             example = "tiny" if cls.kind == "decoder" else "tiny_dit"
             raise RequestError(f"workload={cls.name}", "needs a model", f"model={example} would work")
         model, asked = read(Model, config["model"], "model"), read(Training, config["train"], "train")
+        model = structs.replace(model, sinks=read(bool, config.get(SINKS, False), SINKS))
         if model.kind != cls.kind:
             other = "train" if model.kind == "decoder" else "dit"
             rule = f"is a {model.kind}, and workload={cls.name} trains a {cls.kind}"

@@ -40,26 +40,31 @@ class ExactAttention:
     def __init__(self, mask: Mask, rank: int = 0, ranks: int = 1, alive: Callable[[], None] = lambda: None) -> None:
         self._mask, self._rank, self._ranks, self._alive = mask, rank, ranks, alive
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Saved]:
         """The output, (B, S, H, D), and what the backward needs."""
-        return self._exact(q, k, v, torch.zeros_like(q), range(1))[0], {"qkv": (q, k, v)}
+        inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+        return self._exact(torch.zeros_like(q), inputs, range(1))[0], {"inputs": inputs}
 
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, ...]:
-        """(dq, dk, dv)."""
-        q, k, v = saved["qkv"]
-        return self._exact(q, k, v, dout, range(1, 4))
+        """(dq, dk, dv), and the gradient of sinks if there are some."""
+        inputs = saved["inputs"]
+        return self._exact(dout, inputs, range(1, 1 + len(inputs)))
 
-    def _exact(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, wanted: range) -> tuple[Tensor, ...]:
-        """Those of (out, dq, dk, dv) that are wanted, with all heads."""
-        found = [torch.zeros_like(x, dtype=torch.float64) for x in (q, q, k, v)]
+    def _exact(self, dout: Tensor, inputs: tuple[Tensor, ...], wanted: range) -> tuple[Tensor, ...]:
+        """Those of (out, dq, dk, dv, dsinks) that are wanted, with all heads."""
+        q, k, v, *sinks = inputs
+        found = [torch.zeros_like(x, dtype=torch.float64) for x in (q, *inputs)]
         sharing = q.shape[2] // k.shape[2]
         for head in range(self._rank, k.shape[2], self._ranks):
             self._alive()
             of_keys, of_queries = slice(head, head + 1), slice(head * sharing, (head + 1) * sharing)
             queries, gradients = (x[:, :, of_queries] for x in (q, dout))
-            results = exact(queries, k[:, :, of_keys], v[:, :, of_keys], gradients, mask=self._mask)
-            for i, x in enumerate(results):
+            of_heads = sinks[0][of_queries] if sinks else None
+            results = exact(queries, k[:, :, of_keys], v[:, :, of_keys], gradients, self._mask, of_heads)
+            for i, x in enumerate(results[:4]):
                 found[i][:, :, of_queries if i < 2 else of_keys] = x
+            if sinks:
+                found[4][of_queries] = results[4]
         return tuple(self._of_all(found[i]) for i in wanted)
 
     def _of_all(self, mine: Tensor) -> Tensor:

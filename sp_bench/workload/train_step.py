@@ -20,7 +20,7 @@ from sp_bench.workload.attention_step import make_engines, parts_of
 from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.collectives import Call
 from sp_bench.workload.engine_step import EngineStep
-from sp_bench.workload.exact_rows import errors_of_rows, sampled
+from sp_bench.workload.exact_rows import SunkRows, errors_of_rows, sampled
 from sp_bench.workload.exactness import NAMES
 from sp_bench.workload.gate import GateErrors
 from sp_bench.workload.states import States
@@ -45,6 +45,7 @@ class Watched:
     """q, k, v, the keys and values that all ranks hold if there are some, and out."""
     gradients: tuple[Tensor, ...] = ()
     """dout, dq, dk and dv."""
+    sinks: Tensor | None = None
 
 
 @dataclass
@@ -65,13 +66,16 @@ class MarkedEngine:
         self.action, self.live = action, live
         self.marks, self.readings = [], []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, held: tuple[Tensor, ...] = ()) -> tuple[Tensor, Saved]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, held: tuple[Tensor, ...] = (), sinks: Tensor | None = None
+    ) -> tuple[Tensor, Saved]:
         """The engine's forward, marked; `held` are tensors that it holds besides."""
         start = self.clock.mark()
-        found = self.engine.forward(q, k, v, self.action, self.live, held=held)
+        found = self.engine.forward(q, k, v, self.action, self.live, sinks, held)
         self._keep("forward", start)
         if self.watched and not self.watched.gradients:
             self.watched.of_queries = (q, k, v, *held, found[0])
+            self.watched.sinks = None if sinks is None else sinks.detach().clone()
         return found
 
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, ...]:
@@ -80,7 +84,7 @@ class MarkedEngine:
         found = self.engine.backward(dout, saved, self.action, self.live)
         self._keep("backward", start)
         if self.watched and not self.watched.gradients:
-            self.watched.gradients = tuple(x.detach().cpu() for x in (dout, *found))
+            self.watched.gradients = tuple(x.detach().cpu() for x in (dout, *found[:3]))
             self.watched.of_queries = tuple(x.detach().cpu() for x in self.watched.of_queries)
         return found
 
@@ -197,7 +201,8 @@ class TrainStep(EngineStep):
         (q, k, v, out), (dout, *gradients) = watched.of_queries, watched.gradients
         sample = sampled(problem, context.rank, self._spec.seed)
         found = sample.of(dict(zip(NAMES, (out, *gradients), strict=True)))
-        return errors_of_rows(problem, context, (q, k, v, dout), found, sample)
+        sunk = None if watched.sinks is None else SunkRows(watched.sinks)
+        return errors_of_rows(problem, context, (q, k, v, dout), found, sample, sunk)
 
     def close(self) -> None:
         """Release the engine's threads and streams."""

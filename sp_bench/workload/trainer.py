@@ -97,10 +97,16 @@ class Trainer:
             return self.network(
                 batch.inputs,
                 self.positions_S,
-                [partial(attend, engine=attention) for attention in attentions],
+                [partial(self._attend, attention) for attention in attentions],
                 self.training.recompute,
                 batch.times_B,
             )
+
+    def _attend(
+        self, attention: Differentiable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """The attention's output; sinks that were gathered in the compute dtype get that of statistics."""
+        return attend(q, k, v, attention, None if sinks is None else sinks.to(self.network.wide))
 
     def loss(self, hidden_BSM: Tensor, batch: Batch) -> Tensor:
         """This rank's part of the loss: those of all ranks add up to the mean over all tokens."""

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from sp_bench.plan.problem import Problem
 from sp_bench.workload.model import Model
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q (B, S, H, D), k and v (B, S, kv_heads, D) -> (B, S, H, D)."""
+Attend = Callable[..., Tensor]
+"""q (B, S, H, D), k and v (B, S, kv_heads, D), and sinks (H,) if there are some -> (B, S, H, D)."""
 Recompute = Literal["none", "attention", "full"]
 """The part that the backward computes again. none: nothing. attention: all but the attention, whose inputs and output
 are kept. full: all of a layer but its input, with the attention and its transfers."""
@@ -88,6 +88,7 @@ class Layer(nn.Module):
             self.modulation_bias = nn.Parameter(torch.zeros(6 * model.width, dtype=dtype))
         else:
             self.norms = nn.ModuleList(RMSNorm(model.width, dtype) for _ in range(2))
+        self.sinks = nn.Parameter(torch.zeros(problem.heads, dtype=dtype)) if model.sinks else None
 
     def forward(
         self,
@@ -103,16 +104,17 @@ class Layer(nn.Module):
         `time_BM` is the embedding of the diffusion time or, where layers share the matrix of modulations, its product,
         (B, 6 M). `text_BTM` is what its cross-attention sees.
         """
+        sinks = () if self.sinks is None else (self.sinks,)
 
         def whole(x_BSM: Tensor) -> Tensor:
-            return self.rest(x_BSM, attend(*self.heads(x_BSM, rotary_2S1D, time_BM)), time_BM, text_BTM)
+            return self.rest(x_BSM, attend(*self.heads(x_BSM, rotary_2S1D, time_BM), *sinks), time_BM, text_BTM)
 
         if recompute == "none":
             return whole(x_BSM)
         if recompute == "full":
             return _again(whole, x_BSM)
         q, k, v = _again(self.heads, x_BSM, rotary_2S1D, time_BM)
-        return _again(self.rest, x_BSM, attend(q, k, v), time_BM)
+        return _again(self.rest, x_BSM, attend(q, k, v, *sinks), time_BM)
 
     def heads(self, x_BSM: Tensor, rotary_2S1D: Tensor, time_BM: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, (B, S, heads, D) each, with positions."""
@@ -181,7 +183,8 @@ class Transformer(nn.Module):
         self._initialise(torch.Generator().manual_seed(seed))
 
     def _initialise(self, generator: torch.Generator) -> None:
-        """Normal: tokens of deviation 1, matrices of 0.02, over the root of their number where they end a residual.
+        """Normal: tokens and sinks of deviation 1, matrices of 0.02, over the root of their number where they end a
+        residual.
 
         Tokens of 0.02 before a norm would make gradients 50 times as large, and the training's rounding errors grow.
         """
@@ -195,6 +198,8 @@ class Transformer(nn.Module):
                     weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * deviation)
                 elif name.endswith("bias"):
                     weight.zero_()
+                elif name.endswith("sinks"):
+                    weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64))
 
     def forward(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from sp_bench.advise.changes import changes
 from sp_bench.advise.flags import FRAMEWORKS
 from sp_bench.cli.columns import SEVERAL
 from sp_bench.methods import REGISTRY
+from sp_bench.point.simulated import simulate_point
 from tests.support.marks import exhaustive
+from tests.support.points import point
 
 ASKED = ["gpus=16", "seqlen=32k", "model=llama3_8b", "cluster=h100_ndr400", "implementation=published"]
 
@@ -153,8 +156,81 @@ def test_sizes() -> None:
     assert (size("60GB"), size("1.5 GiB")) == (60e9, 1.5 * 2**30)
 
 
-def test_latents_that_travel_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gpus=8", "heads=8", "head_dim=192", "v_head_dim=128", "latent_dim=512"]) == 2
-    assert "latent_dim=512: is what no framework and no module here sends yet" in " ".join(
-        capsys.readouterr().err.split()
-    )
+DECODE = ["workload=decode", "gpus=8", "heads=8", "kv_heads=2", "batch=4", "kv_seqlen=16k"]
+LATENTS = ["gpus=4", "seqlen=4k", "kv_seqlen=12k", "heads=8", "head_dim=192", "v_head_dim=128", "latent_dim=512"]
+OF_H200 = ["cluster=h200_ndr400", "phase=forward"]
+
+
+@pytest.mark.parametrize("more", [[], ["seqlen=3"], ["model=llama3_8b"]])
+def test_a_decode_step_is_ranked_among_methods_that_leave_caches(more: list[str]) -> None:
+    found = answer(Question([*DECODE, *more]))
+    assert {each.method.name for each in found.feasible} == {"helix", "dcp", "tree", "pass_q"} and not found.refused
+    steps = [each.time.step_ms for each in found.feasible]
+    assert steps == sorted(steps)
+    for each in found.feasible:
+        (alone,) = answer(Question([*DECODE, *more], [each.method.name])).feasible
+        assert (each.record.workload, each.record.sequences) == ("decode", 4) and not each.time.backed
+        assert alone.time == each.time
+
+
+def test_the_advice_on_a_decode_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(DECODE) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "in a decode step: a new token of 4 sequences with caches of 16,384 keys" in said
+    assert "It is not validated" in said and "These have no interval" in said
+    for change in (
+        "caches of four times as many keys, 65,536",
+        "2 GPUs that share heads",
+        "four times the sequences, 16",
+    ):
+        assert f"{change}: " in said
+    command = said[said.index("python -m sp_bench workload=decode") :]
+    assert command.startswith(f"python -m sp_bench {' '.join(DECODE)} method=")
+
+
+def test_the_command_of_a_decode_step_is_the_point_that_was_ranked() -> None:
+    found = answer(Question(["model=deepseek_v3", "gpus=16", "batch=2", "kv_seqlen=32k"]))
+    for each in found.feasible:
+        (*_, line) = how_to(Answer(found.config, [each]), ["model=deepseek_v3", "gpus=16", "batch=2", "kv_seqlen=32k"])
+        keys = line.split()[3:]
+        record, _ = simulate_point(point(*keys, "mode=simulate"))
+        assert record.step_ms_median == each.time.step_ms and record.method == each.method.name, line
+
+
+def test_what_would_change_a_decode_step() -> None:
+    """Latent keys have no other heads; caches of documents are those of data."""
+    latent = answer(Question(["model=deepseek_v3", "gpus=4", "kv_seqlen=16k"]))
+    varied = changes(["model=deepseek_v3", "gpus=4", "kv_seqlen=16k"], latent, memory_bytes=None)
+    whats = [change.what for change in varied]
+    assert not any("heads" in what or what == "one sequence" for what in whats)
+    assert whats[-2:] == ["caches of four times as many keys, 65,536", "four times the sequences, 4"]
+    lengths = [*DECODE[:4], "mask=document", "data=lengths", "data.lengths=[10k,6k]", "kv_seqlen=16k"]
+    assert not any("cache" in each.what for each in changes(lengths, answer(Question(lengths)), memory_bytes=None))
+
+
+def test_the_advice_on_latents(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same ranking as of points, without an interval or code; and keys of all heads beside it."""
+    asked = [*LATENTS, *OF_H200]
+    found = answer(Question(asked, ["ring", "ulysses", "group_cast"]))
+    assert {each.method.name for each in found.feasible} == {"ring", "ulysses", "group_cast"} and not found.refused
+    for each in found.feasible:
+        record, _ = simulate_point(point(*asked, f"method={each.method.name}", "mode=simulate"))
+        assert record.step_ms_median == each.time.step_ms and record.latent_dim == 512
+        assert not each.time.backed and "latent keys" in (each.record.validation or "")
+    (change,) = [x for x in changes(asked, found, memory_bytes=None) if "in place of latents" in x.what]
+    assert change.first and change.first.record.latent_dim is None and change.first.record.kv_heads == 8
+    assert "SequenceParallelAttention takes no latents" in " ".join(how_to(found, asked))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([*DECODE, "packs=3"], "packs=3: are of documents .* in a decode step they are its sequences"),
+        (["workload=train"], "workload=train: is what the advice is about; leaving it out, or workload=decode"),
+        ([*DECODE, "phase=backward"], "phase=backward: .*forward"),
+        ([*DECODE, "batch_tokens=1M"], "workload=decode: has no batch_tokens, which are of a training step"),
+    ],
+)
+def test_what_a_decode_step_has_not(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert re.search(says, " ".join(capsys.readouterr().err.split()))

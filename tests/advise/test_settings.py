@@ -153,6 +153,7 @@ def wanted(name: str, options: dict[str, object], mask: Mask = CAUSAL, **changes
         (wanted("ulysses", {}, Chunked.of(8192, 20000), seqlen=20000), OURS, "documents([8192] * 2 + [3616])"),
         (wanted("ulysses", {}, config={"wire_dtype": "float32"}), OURS, 'wire_dtype="float32"'),
         (wanted("ring", {}, kv_seqlen=2**16), OURS, "attention(q, k, v, seqlen=32768, kv_seqlen=65536)"),
+        (wanted("ring", {}, config={"sinks": True}), OURS, "attention(q, k, v, sinks=sinks)"),
     ],
 )
 def test_settings(asked: Wanted, framework: str, says: str) -> None:
@@ -173,6 +174,7 @@ def test_settings(asked: Wanted, framework: str, says: str) -> None:
         (wanted("zigzag", {}, FULL), "yunchang"),  # its zigzag rings assert a causal mask
         (wanted("ulysses", {}, seqlen=2**15 + 8), "Megatron-LM"),
         (wanted("ulysses", {}, kv_seqlen=2**16), "DeepSpeed"),
+        (wanted("ulysses", {}, config={"sinks": True}), "DeepSpeed"),
     ],
 )
 def test_what_a_framework_refuses_is_left_out(asked: Wanted, framework: str) -> None:

@@ -21,7 +21,7 @@ COUNTS = {
     "kernel": 1,
     "logger": 5,
     "method": 23,
-    "model": 10,
+    "model": 13,
     "slurm": 15,
 }
 """Keys of config.yaml and, of each group, the different keys that its choices have. Not clusters: those are figures."""

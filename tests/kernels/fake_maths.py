@@ -71,6 +71,24 @@ def backward_varlen(
     return dq, dk, dv
 
 
+def forward_pages(
+    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, table: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out in q's dtype, lse (E, H, S) in fp32) of q (E, S, H, D) over pools (pages, tokens, K, D): a table of pages
+    (E, most), of whose tokens so many `counts` are each entry's. Masked values are multiplied by 0."""
+    found = []
+    for entry, (count, places) in enumerate(zip(counts.tolist(), table.tolist(), strict=True)):
+        assert 0 < count <= len(places) * k.shape[1], "it would read beyond the table"
+        keys, values = (x[places].flatten(0, 1)[None] for x in (k, v))
+        scores = _scores(q[entry][None], keys, scale, causal=False, corner=TOP_LEFT)
+        scores[..., count:] = -math.inf
+        lse = scores.logsumexp(dim=3)
+        out = torch.einsum("bhst,bthd->bshd", torch.exp(scores - lse[..., None]), _spread(values, q[entry][None]))
+        found.append((out[0].to(q.dtype), lse[0].float()))
+    out, lse = (torch.stack(x) for x in zip(*found, strict=True))
+    return out, lse
+
+
 def _sequences(*given: tuple[Tensor, Tensor], longest: tuple[int, int]) -> list[list[Tensor]]:
     """Each tensor cut at its cumulative lengths: int32, from 0 to all of its tokens."""
     found = []

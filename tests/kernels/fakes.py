@@ -8,6 +8,7 @@ Shapes: q, out (B, S, H, D), k, v (B, T, K, D), or heads before tokens where a f
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from tests.kernels.fake_maths import (
     backward_varlen,
     check,
     forward,
+    forward_pages,
     forward_varlen,
     heads_first,
     minus_inf_as_zero,
@@ -257,6 +259,46 @@ class FlashAttnInterface(ModuleType):
             into.copy_(grad)
         return torch.empty(0)
 
+    splits = -1
+    """num_splits of the last call with a cache."""
+
+    def flash_attn_with_kvcache(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None,
+        cache_seqlens: int | Tensor | None = None,
+        cache_batch_idx: Tensor | None = None,
+        cache_leftpad: Tensor | None = None,
+        block_table: Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        rotary_interleaved: bool = True,
+        alibi_slopes: Tensor | None = None,
+        num_splits: int = 0,
+        return_softmax_lse: bool = False,
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """Pages of a multiple of 256 tokens, a table and lengths in int32; an lse only if it is asked for."""
+        check(q, k_cache, v_cache)
+        nothing = (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes)
+        assert all(x is None for x in nothing) and (causal, window_size, softcap) == (False, (-1, -1), 0.0)
+        assert isinstance(cache_seqlens, Tensor) and block_table is not None
+        assert cache_seqlens.dtype == block_table.dtype == torch.int32
+        assert cache_seqlens.is_contiguous() and block_table.stride(-1) == 1
+        assert k_cache.shape == v_cache.shape and k_cache.shape[3] == q.shape[3] <= 256
+        assert len(block_table) == len(cache_seqlens) == len(q)
+        assert k_cache.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
+        self.splits = num_splits
+        scale = softmax_scale or q.shape[3] ** -0.5
+        out, lse = forward_pages(q, k_cache, v_cache, cache_seqlens, block_table, scale)
+        return (out, lse) if return_softmax_lse else out
+
     def _flash_attn_varlen_forward(
         self,
         q: Tensor,
@@ -336,10 +378,17 @@ def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, .
     check(q, k, v)
     options = _all_arguments(FA3_FWD, (q, k, v, *given))
     scale, causal = options.pop("softmax_scale"), options.pop("is_causal")
-    assert options.pop("num_splits") == 1
+    vars(sys.modules["flash_attn_interface"])["splits"] = options.pop("num_splits")
     _note_margin(options)
     cu_q, cu_k, *longest = (options.pop(name) for name in VARLEN)
+    counts, table = options.pop("seqused_k"), options.pop("page_table")
     assert options == {name: default for name, default in _all_arguments(FA3_FWD).items() if name in options}
+    if table is not None:
+        assert cu_q is None and cu_k is None and not causal
+        assert counts.dtype == table.dtype == torch.int32 and table.stride(-1) == 1 and counts.is_contiguous()
+        assert len(table) == len(counts) == len(q) and k.shape == v.shape
+        return *forward_pages(q, k, v, counts, table, scale), torch.empty(0), torch.empty(0)
+    assert counts is None
     if cu_q is not None:
         return *forward_varlen(q, k, v, cu_q, cu_k, tuple(longest), scale, causal), torch.empty(0), torch.empty(0)
     return *forward(q, k, v, scale, causal, BOTTOM_RIGHT), torch.empty(0), torch.empty(0)
@@ -436,6 +485,65 @@ class CuteInterface(ModuleType):
         return backward(dout, q, k, v, out, lse, softmax_scale or q.shape[3] ** -0.5, causal, BOTTOM_RIGHT)
 
 
+class FlashInferModule(ModuleType):
+    """flashinfer 0.6, for what is asked of it here."""
+
+    class BatchDecodeWithPagedKVCacheWrapper:
+        """One query token an entry; its heads in groups that share a key head. `made` counts plans."""
+
+        made = 0
+
+        def __init__(
+            self,
+            float_workspace_buffer: Tensor,
+            kv_layout: str = "NHD",
+            use_cuda_graph: bool = False,
+            use_tensor_cores: bool = False,
+            *,
+            backend: str = "auto",
+        ) -> None:
+            assert float_workspace_buffer.dtype == torch.uint8 and not float_workspace_buffer.any()
+            assert (kv_layout, use_cuda_graph, use_tensor_cores, backend) == ("NHD", False, True, "fa2")
+            self._plan: tuple[Any, ...] = ()
+
+        def plan(
+            self,
+            indptr: Tensor,
+            indices: Tensor,
+            last_page_len: Tensor,
+            num_qo_heads: int,
+            num_kv_heads: int,
+            head_dim: int,
+            page_size: int,
+            *,
+            sm_scale: float | None = None,
+            q_data_type: torch.dtype = torch.float16,
+            kv_data_type: torch.dtype | None = None,
+        ) -> None:
+            """All in int32; the last page of an entry has one key at least."""
+            assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
+            assert indptr[0] == 0 and indptr[-1] == len(indices) and len(indptr) == len(last_page_len) + 1
+            assert ((last_page_len > 0) & (last_page_len <= page_size)).all() and (indptr.diff() > 0).all()
+            assert num_qo_heads % num_kv_heads == 0 and head_dim in (64, 128, 256) and sm_scale is None
+            shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
+            self._plan = (indptr.tolist(), indices, last_page_len, *shape, q_data_type, kv_data_type or q_data_type)
+            type(self).made += 1
+
+        def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, return_lse: bool = False) -> Any:
+            """The lse is a logarithm to the base 2, (E, heads)."""
+            ends, indices, last, heads, kv_heads, width, page, *dtypes = self._plan
+            k, v = paged_kv_cache
+            check(q, k, v)
+            assert [q.dtype, k.dtype] == dtypes and q.shape == (len(last), heads, width)
+            assert k.shape == v.shape and k.shape[1:] == (page, kv_heads, width) and k.stride() == v.stride()
+            counts = torch.tensor(ends).diff().sub(1).mul(page) + last
+            places = [indices[start:stop].tolist() for start, stop in zip(ends, ends[1:], strict=False)]
+            most = max(map(len, places))
+            table = torch.tensor([[*each, *[0] * (most - len(each))] for each in places])
+            out, lse = forward_pages(q[:, None], k, v, counts, table, width**-0.5)
+            return (out[:, 0], lse[..., 0] / math.log(2)) if return_lse else out[:, 0]
+
+
 @contextmanager
 def installed(name: str) -> Iterator[None]:
     """While it lasts, the kernel of that name finds what it calls."""
@@ -491,5 +599,9 @@ _INSTALL: dict[str, Callable[[], Any]] = {
     "flash_attn": lambda: _module(FlashAttnInterface("flash_attn.flash_attn_interface")),
     "flash_attn_3": _fa3,
     "flash_attn_4": lambda: _module(CuteInterface("flash_attn.cute.interface")),
+    "flashinfer": lambda: _module(FlashInferModule("flashinfer")),
 }
-FAKED = sorted(_INSTALL)
+OF_CACHES = ("flash_attn", "flash_attn_3", "flashinfer")
+"""Those that read pages."""
+FAKED = sorted({*_INSTALL} - {"flashinfer"})
+"""Those of blocks, forward and backward."""

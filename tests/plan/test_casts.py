@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sp_bench.plan import DKV, DOWN, KV, Chunk, Group, GroupCast, GroupReduce, Problem, Q
-from sp_bench.plan.casts import Casts, most_rows, rows_moved
+from sp_bench.plan.casts import Casts, casts, most_rows, rows_moved
 from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.documents import Packed
 from sp_bench.plan.intervals import Runs, regions_between, regions_of_runs
-from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.layout import LAYOUTS, Shards
+from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.regions import RegionKind
 from tests.support.dealing import tokens_of
 from tests.support.packs import packs
@@ -27,15 +28,42 @@ def test_a_call_computes_what_its_queries_see_of_the_rows_there(
 ) -> None:
     """By the definition of the mask: rows in order of position, each pair once, and the sizes of its regions."""
     visible, layout = seen(mask), mask.layout(name)
-    found, chunks = Casts(mask, layout, n), [tokens_of(layout, i, n, mask.seqlen) for i in range(n)]
+    chunks = [tokens_of(layout, i, n, mask.seqlen) for i in range(n)]
+    tokens = Shards(layout, n, (mask.seqlen,))
+    found = Casts(mask, tokens, tokens, 0)
+    assert_computes(found, visible, chunks, chunks, data)
+
+
+@given(st.sampled_from([*LAYOUTS]), st.integers(1, 5), st.integers(0, 30), st.integers(0, 40), st.booleans(), st.data())
+def test_a_call_computes_what_its_queries_see_of_other_keys(
+    name: str, n: int, more: int, others: int, causal: bool, data: st.DataObject
+) -> None:
+    """Of a history, which is dealt on its own, and of another sequence, longer or shorter."""
+    seqlen = 2 * n + more
+    keys = seqlen + others if causal else 2 * n + others
+    shape = {"heads": 1, "kv_heads": 1, "head_dim": 8, "layout": LAYOUTS[name]}
+    problem = Problem(n=n, seqlen=seqlen, kv_seqlen=keys, mask=CAUSAL if causal else FULL, **shape)
+    found, history = casts(problem), keys - seqlen if causal else 0
+    positions = np.arange(seqlen) + history
+    visible = positions[:, None] >= np.arange(keys) if causal else np.ones((seqlen, keys), bool)
+    q, kv = (
+        [np.concatenate([[], *map(list, side.positions(i))]).astype(int) for i in range(n)]
+        for side in (problem.queries, problem.keys)
+    )
+    assert_computes(found, visible, q, kv, data)
+
+
+def assert_computes(found: Casts, visible: np.ndarray, queries: list, chunks: list, data: st.DataObject) -> None:
+    """Of any chunk's queries and some chunks of keys, with all that sees as (queries, keys)."""
+    n = len(chunks)
     own = data.draw(st.integers(0, n - 1))
     members = tuple(data.draw(st.lists(st.integers(0, n - 1), min_size=1, unique=True)))
     keys = found.keys(own, members)
-    rows = [chunks[member][visible[np.ix_(chunks[own], chunks[member])].any(axis=0)] for member in members]
+    rows = [chunks[member][visible[np.ix_(queries[own], chunks[member])].any(axis=0)] for member in members]
     assert keys.counts == tuple(map(len, rows)) == tuple(found.counts[own, [*members]])
     positions = np.concatenate(rows)[keys.order]
     assert (np.diff(positions) > 0).all()
-    wanted = visible[np.ix_(chunks[own], positions)]
+    wanted = visible[np.ix_(queries[own], positions)]
     np.testing.assert_array_equal(times_computed(keys.regions, *wanted.shape), wanted)
     for forward in (True, False):
         work = found.work(own, members, forward=forward)

@@ -148,11 +148,17 @@ def test_caches_of_pages_are_rounded_up() -> None:
 
 LATENT = ("kv_heads=1", "v_head_dim=8", "decode.latent=true")
 PAGES = ("decode.page_tokens=8",)
+IN_PLACE = ("decode.page_tokens=64", "kv_seqlen=201")
 
 
 @pytest.mark.parametrize(
     ("method", "more"),
-    [*((name, ()) for name in ("helix", "dcp", "pass_q", "tree")), ("helix", LATENT), ("helix", PAGES)],
+    [
+        *((name, ()) for name in ("helix", "dcp", "pass_q", "tree")),
+        ("helix", LATENT),
+        ("helix", PAGES),
+        ("dcp", IN_PLACE),
+    ],
 )
 def test_a_measured_step(method: str, more: tuple[str, ...], tmp_path: Path) -> None:
     overrides = (*SMALL, "gpus=2", "batch=3", "seqlen=2", "kv_seqlen=65", f"method={method}", "dtype=float32", *more)
@@ -164,3 +170,5 @@ def test_a_measured_step(method: str, more: tuple[str, ...], tmp_path: Path) -> 
     assert record.comm_bytes_per_gpu == record.comm_bytes_expected
     assert not problems_of(tmp_path / f"{record.run_id}.json")
     assert set(records.load(tmp_path)["sequences"]) == {3}
+    note = "aten_cpu reads no pages of 8 tokens: keys are copied by an index before it"
+    assert (note in (record.notes or ())) == (more == PAGES)

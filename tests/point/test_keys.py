@@ -39,8 +39,6 @@ def test_as_many_keys_as_queries_is_the_same_point() -> None:
             "kv_seqlen=131072: documents and windows .*; kv_seqlen=65536, or",
         ),
         ("kv_seqlen=128k mask=document data=short", "kv_seqlen=131072: documents and windows"),
-        ("kv_seqlen=128k method=group_cast", "kv_seqlen=131072: group_cast casts rows .*; kv_seqlen=65536, or another"),
-        ("kv_seqlen=128k method=hybrid_cp", "kv_seqlen=131072: hybrid_cp casts rows"),
         ("kv_seqlen=7 mask=full", "kv_seqlen=7: the contiguous layout for 8 ranks .*; kv_seqlen=8 or more would work"),
         ("v_head_dim=256", "v_head_dim=256: kernels pad values to .* head_dim=128; v_head_dim=128 or less would work"),
         ("v_head_dim=64 model=llama3_8b", "v_head_dim=64: the models of workload=train have values as wide as keys"),
@@ -102,7 +100,7 @@ def test_pass_q_is_for_long_histories_over_slow_links(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keys", ["kv_seqlen=300", "kv_seqlen=33 mask=full", "kv_seqlen=65 v_head_dim=8"])
 def test_a_measured_record(keys: str, tmp_path: Path) -> None:
     """The gate's sequence and the timed one are compared with fp64, and have as many keys for a query."""
-    asked = [point(*SMALL, *keys.split(), f"method={name}") for name in ("mesh", "ulysses")]
+    asked = [point(*SMALL, *keys.split(), f"method={name}") for name in ("mesh", "ulysses", "group_cast")]
     for outcome in run_points(asked, folder=tmp_path, reuse=False):
         record = outcome.record
         assert record.status == "ok", record.error
@@ -158,3 +156,24 @@ def _but(words: list[str], *usual: str) -> list[str]:
     """The usual keys that aren't among the words."""
     given = {word.partition("=")[0] for word in words}
     return [word for word in usual if word.partition("=")[0] not in given]
+
+
+@pytest.mark.parametrize("method", ["ring", "mesh", "helix"])
+def test_the_shape_of_a_decode_step_makes_no_keys(method: str) -> None:
+    """Whatever the method: what is wrong is that it is asked of such a step."""
+    message = (
+        "latent_dim=512, workload=decode: a step makes no keys .* decode.latent=true, or model=deepseek_v3_latents"
+    )
+    with pytest.raises(RequestError, match=message):
+        point("model=deepseek_v3", "latent_dim=512", "gpus=8", f"method={method}")
+    for workload in ("attention", "prefill"):
+        with pytest.raises(RequestError, match="decode.latent=true: blocks make .*; model=deepseek_v3_latents, or"):
+            point("model=deepseek_v3", "latent_dim=512", "gpus=8", f"method={method}", f"workload={workload}")
+
+
+def test_deepseek_v3_in_training_and_prefill() -> None:
+    """DeepSeek-AI 2024, section 4.2: heads of 128 + 64 elements, values of 128, a latent of 512."""
+    shape = ("heads=128", "head_dim=192", "v_head_dim=128", "latent_dim=512", "rope_dim=64")
+    for workload in ("attention", "prefill"):
+        usual = ("gpus=8", "seqlen=64k", "cluster=h200_ndr400", "method=ring", f"workload={workload}")
+        assert point("model=deepseek_v3_latents", *usual).problem == point(*shape, *usual).problem

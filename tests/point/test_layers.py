@@ -11,6 +11,7 @@ from sp_bench.point import run_points
 from sp_bench.point.choose import choose_attentions
 from sp_bench.point.training import least_compute_s, simulate_training
 from sp_bench.records import Record
+from sp_bench.records.work import step_flops
 from tests.workload.requests import point
 
 SIMULATED = ("cluster=h100_ndr400", "dtype=bfloat16", "mode=simulate")
@@ -108,3 +109,19 @@ def test_measured_layers_of_two_kinds_are_exact(tmp_path: Path) -> None:
     assert (record.status, record.full_layers, record.window) == ("ok", 1, [40, 0]), record.error
     assert max(record.err_loss, record.err_gradient, record.err_timed_out, record.err_timed_dk) < 1e-12
     assert 0 < record.full_attention_ms < record.attention_ms
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        "mask=window window=[1023,0]",
+        "mask=window window=[1023,20]",
+        "mask=chunked chunk=8k",
+        "mask=document data=lengths data.lengths=[40k,24k] window=[500,0]",
+    ],
+)
+def test_a_records_flops_are_those_of_layers_of_both_kinds(mask: str) -> None:
+    """As its checks find them, from its fields alone."""
+    record = step(*EIGHT, "method=all_gather", BOTH, *mask.split())
+    flops = record.tflops_per_gpu * record.gpus * record.step_ms_median * 1e9
+    assert step_flops(record) == pytest.approx(flops)

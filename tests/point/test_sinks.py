@@ -9,6 +9,7 @@ import pytest
 from sp_bench.errors import RequestError
 from sp_bench.point import run_points
 from sp_bench.point.simulated import simulate_point
+from sp_bench.point.training import simulate_training
 from sp_bench.records import Record
 from sp_bench.records.checking import problems_of
 from tests.support.points import point
@@ -71,8 +72,12 @@ def test_measured_points_with_sinks(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         ("sinks=perhaps", "sinks=perhaps: must be true or false"),
-        ("sinks=true model=llama3_8b", "sinks=true: are of attention points: workload=train has none"),
-        ("sinks=true workload=prefill", "sinks=true: are of attention points: workload=prefill has none"),
+        (
+            "sinks=true workload=prefill",
+            "sinks=true: are of workload=attention and workload=train: workload=prefill has",
+        ),
+        ("sinks=true model=flux_like phase=forward", "sinks=true: are of .*: workload=dit has none"),
+        ("sinks=maybe model=llama3_8b", "sinks=maybe: must be true or false"),
         ("sinks=true cuda_graph=true", "sinks=true cuda_graph=true: are summed by the host"),
         (
             "sinks=true cluster=local gpus=2 dtype=float32 seqlen=1k device=cpu mode=alone",
@@ -89,3 +94,75 @@ def test_what_is_refused(overrides: str, message: str) -> None:
     usual = [each for each in SHAPE if each.partition("=")[0] not in given]
     with pytest.raises(RequestError, match=message):
         point(*usual, *overrides.split())
+
+
+TRAINED = ("model=llama3_8b", "gpus=8", "seqlen=64k", "train.parameters=sharded", "method=ring", "cluster=h100_ndr400")
+
+
+def test_a_training_step_has_a_parameter_for_each_head_of_a_layer() -> None:
+    """Gathered and reduced with the others: 4 of 32 heads are a rank's, in bf16 and fp32, and in the optimizer."""
+    with_sinks, without = (simulated_step(f"sinks={each}") for each in ("true", "false"))
+    assert with_sinks.parameters == without.parameters + 32 * 32
+    shard, layers = 32 // 8, 32
+    assert with_sinks.comm_bytes_per_gpu - without.comm_bytes_per_gpu == 7 * layers * shard * (2 + 2 + 4)
+    assert with_sinks.comm_bytes_per_gpu == with_sinks.comm_bytes_expected
+    # A parameter, its gradient and two moments in fp32, and two layers gathered in bf16.
+    assert with_sinks.peak_mem_bytes_max - without.peak_mem_bytes_max == 16 * layers * shard + 2 * 2 * 32
+    assert with_sinks.step_ms_median == pytest.approx(without.step_ms_median, rel=1e-4)
+    note = "a pass over outputs, by which sinks enter them, and one for their gradient are not simulated"
+    assert note in with_sinks.notes and note not in without.notes
+    assert with_sinks.validation_error is None and "no sinks" in (with_sinks.validation or "")
+
+
+def test_gpus_that_share_heads_have_their_own_sinks() -> None:
+    shared = simulated_step("train.tensor_parallel=2", "sinks=true"), simulated_step("train.tensor_parallel=2")
+    assert shared[0].parameters == shared[1].parameters + 32 * 32
+    assert shared[0].comm_bytes_per_gpu - shared[1].comm_bytes_per_gpu == 3 * 32 * 4 * (2 + 2 + 4)
+
+
+def simulated_step(*overrides: str) -> Record:
+    return simulate_training(point(*TRAINED, *overrides))
+
+
+def test_gpt_oss_has_sinks() -> None:
+    """As in its configuration: in every layer, windowed or not."""
+    request = point("model=gpt_oss_20b", "gpus=16", "seqlen=32k", "method=ring", "cluster=h100_ndr400")
+    assert request.asked().sinks and request.workload.model.sinks
+    assert not point("model=llama3_8b", "gpus=16", "seqlen=32k", "method=ring").asked().sinks
+    of_attention = point("model=gpt_oss_20b", "gpus=16", "seqlen=32k", "method=ring", "workload=attention")
+    assert of_attention.workload.sinks
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_measured_training_steps_with_sinks(dtype: str, tmp_path: Path) -> None:
+    """The gate, the rows of the last layer's attention, and the bytes, with whole parameters and shards of them."""
+    usual = ("cluster=local", "gpus=2", "seqlen=100", "model=tiny", "iters=1", "warmup=0", "parts=false")
+    each = (
+        "method=ring train.recompute=none model.full_every=2 mask=window window=[20,0]",
+        "method=ulysses train.parameters=sharded",
+        "method=mesh train.recompute=full seed=3",
+    )
+    requests = [point(*usual, "sinks=true", f"dtype={dtype}", *one.split()) for one in each]
+    for outcome in run_points(requests, folder=tmp_path, reuse=False):
+        record = outcome.record
+        assert (record.status, record.error) == ("ok", None)
+        assert record.err_timed_out is not None and 0 < record.err_timed_dq < (2e-2 if dtype == "bfloat16" else 2e-6)
+        assert record.sinks and not problems_of(tmp_path / f"{record.run_id}.json")
+
+
+def test_a_measured_training_step_sums_their_gradients(tmp_path: Path) -> None:
+    """By a ring of 3, with all others: 4 heads in each of 2 layers."""
+    usual = (
+        "cluster=local",
+        "gpus=3",
+        "seqlen=90",
+        "model=tiny",
+        "iters=1",
+        "warmup=0",
+        "parts=false",
+        "dtype=float32",
+    )
+    requests = [point(*usual, f"sinks={each}", "method=ring") for each in ("true", "false")]
+    with_sinks, without = (x.record for x in run_points(requests, folder=tmp_path, reuse=False))
+    assert with_sinks.parameters - without.parameters == 2 * 4
+    assert with_sinks.comm_bytes_per_gpu - without.comm_bytes_per_gpu == pytest.approx(2 * 2 / 3 * 2 * 4 * 4, abs=1)

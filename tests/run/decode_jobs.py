@@ -14,7 +14,7 @@ from sp_bench.methods import build
 from sp_bench.plan.caches import Caches
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.problem import Problem
-from sp_bench.run.caches import in_pages
+from sp_bench.run.caches import in_pages, reads_in_place
 from sp_bench.run.engine import Engine
 from sp_bench.run.nccl import transport_for
 from sp_bench.run.sharding import owned
@@ -36,6 +36,8 @@ class Case(NamedTuple):
     dtype: str = "float32"
     options: tuple[tuple[str, object], ...] = ()
     page: int | None = None
+    in_place: bool = False
+    """Whether its kernel reads the pages as they lie."""
 
     @property
     def problem(self) -> Problem:
@@ -75,6 +77,7 @@ def _error(case: Case, group) -> Error:
     rows, keys = owned(problem.queries, rank), owned(problem.keys, rank)
     transport = transport_for(group, torch.device("cpu"), plans, None) if case.n > 1 else None
     engine = Engine(plans, problem, "auto", torch.device("cpu"), rank=rank, transport=transport)
+    assert case.in_place == reads_in_place(engine.kernel, problem)
     given = q if problem.queries_everywhere else q[:, rows]
     for _ in range(2):  # the second one uses the same buffers
         out, _ = engine.forward(given.clone(), *in_pages(problem, rank, k[:, keys].clone(), v[:, keys].clone()))

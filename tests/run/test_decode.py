@@ -63,7 +63,7 @@ def test_trees_of_two_levels(ranks: Ranks, n: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 3, *map(exhaustive, (1, 4, 8))])
 def test_caches_in_pages(ranks: Ranks, n: int) -> None:
-    """Pools have NaN where no key is, and pages in any order. New tokens may be on several ranks."""
+    """Pools have large numbers where no key is, and pages in any order. New tokens may be on several ranks."""
     draw, wanted = random.Random(n), []
     for i, name in enumerate(METHODS):
         page, new = (1, 4, 7)[i % 3], (1, 3)[i % 2]
@@ -71,6 +71,22 @@ def test_caches_in_pages(ranks: Ranks, n: int) -> None:
         wanted += [Case(n, name, lengths, new, page=page), Case(n, name, (60, 60), 1, 8, 1, page=page)]
     latent = {"heads": 8, "kv_heads": 1, "head_dim": 24, "v_head_dim": 16, "latent": True}
     assert_exact(ranks, [*wanted, Case(n, "helix", (33, 50), page=4, **latent)])
+
+
+@pytest.mark.parametrize("n", [3, *map(exhaustive, (1, 2, 4, 8))])
+def test_pages_that_a_kernel_reads_as_they_lie(ranks: Ranks, n: int) -> None:
+    """Nothing of them is copied; last pages are of any sizes, and new tokens may be on several ranks."""
+    draw, wanted = random.Random(n), []
+    for i, name in enumerate(METHODS):
+        page, new = (64, 100)[i % 2], (1, 3)[i // 2 % 2]
+        lengths = tuple(draw.randint((n - 1) * page + new, 5 * n * page) for _ in range(3))
+        shape = {"heads": 8, "kv_heads": (2, 1)[i % 2], "dtype": ("float32", "bfloat16", "float64")[i % 3]}
+        wanted.append(Case(n, name, lengths, new, page=page, in_place=True, **shape))
+        wanted.append(Case(n, name, (2 * n * page + 1,), new, page=page, in_place=True, **shape))
+    latent = {"heads": 8, "kv_heads": 1, "head_dim": 24, "v_head_dim": 16, "latent": True}
+    wanted += [Case(n, name, (n * 70, n * 150 + 3), page=64, in_place=True, **latent) for name in METHODS]
+    narrow = Case(n, "helix", (n * 70, n * 150 + 3), page=64, v_head_dim=8)  # padded, so copied
+    assert_exact(ranks, [*wanted, narrow])
 
 
 def test_latent_keys(ranks: Ranks) -> None:

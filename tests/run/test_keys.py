@@ -14,9 +14,6 @@ from tests.support.attention_cases import Case, of_each_method, of_one_batch_ent
 from tests.support.marks import exhaustive
 from tests.support.ranks import Ranks
 
-OF_QUERIES = ("group_cast", "hybrid_cp")
-"""The methods that cast rows of tokens which are queries and keys."""
-
 
 def histories(n: int, tokens: int) -> tuple[int, ...]:
     """Keys before all queries: as many as queries, several times as many and unevenly, one, and none on some ranks."""
@@ -31,7 +28,7 @@ def other_sequences(n: int, tokens: int) -> tuple[int, ...]:
 def with_other_keys(cases: Iterable[Case]) -> list[Case]:
     """The cases that have them, each on its layouts: masks, dtypes and numbers of keys take turns."""
     found: list[Case] = []
-    for i, case in enumerate(case for case in cases if case.method not in OF_QUERIES):
+    for i, case in enumerate(cases):
         for j, layout in enumerate(REGISTRY[case.method].layouts):
             causal, dtype = (i + j) % 3 > 0, DTYPES[(i + j // 2) % 3]
             history = histories(case.n, case.tokens)[(i + j) % 4]

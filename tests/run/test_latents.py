@@ -31,7 +31,7 @@ def with_latents(cases: Iterable[Case]) -> list[Case]:
     found: list[Case] = []
     for i, case in enumerate(cases):
         layouts, causal = REGISTRY[case.method].layouts, i % 3 > 0
-        keys = case.seqlen + case.n * case.tokens if i % 4 == 3 and case.method not in OF_QUERIES else None
+        keys = case.seqlen + case.n * case.tokens if i % 4 == 3 else None
         shape = {"layout": layouts[i % len(layouts)], "causal": causal, "dtype": DTYPES[i // 2 % 3], "kv_seqlen": keys}
         case = replace(case, kv_heads=1, v_head_dim=(8, 12, None)[i % 3], wire_dtype="", **shape)
         try:
@@ -40,10 +40,6 @@ def with_latents(cases: Iterable[Case]) -> list[Case]:
             continue
         found.append(case)
     return found + of_one_batch_entry(found)
-
-
-OF_QUERIES = ("group_cast", "hybrid_cp")
-"""The methods that cast rows of tokens which are queries and keys."""
 
 
 def assert_exact(ranks: Ranks, cases: list[Case]) -> list[float]:

@@ -30,7 +30,7 @@ def spread(cases: Iterable[Case]) -> list[Case]:
         pack = Window((case.seqlen,), True, case.seqlen // 3, None) if window else None
         layout = "auto" if window else layouts[i % len(layouts)]
         case = replace(case, layout=layout, causal=i % 3 > 0, dtype=DTYPES[i // 2 % 3], pack=pack)
-        behind = i % 4 == 1 and not pack and case.causal and case.method not in ("group_cast", "hybrid_cp")
+        behind = i % 4 == 1 and not pack and case.causal
         found.append(replace(case, kv_seqlen=3 * case.seqlen + 1 if behind else None))
     return found + of_one_batch_entry(found)
 

@@ -52,7 +52,6 @@ def all_methods(problem: Problem) -> list[Method]:
                 found += build(name, options).candidates(problem)
             except RequestError:
                 refuses = ("reference", "ulysses", "upipe") if problem.n > 1 else ()
-                refuses += ("group_cast", "hybrid_cp") if problem.kv_seqlen else ()
                 assert name in refuses, f"{name} refuses {problem}"
     by_messages = {m.name: m for m in found[::-1] if m.name in ("all_gather", "ulysses", "ulysses_all_gather")}
     if problem.n <= FEW:

@@ -51,12 +51,20 @@ def _prepared(specs: Sequence[Spec]) -> Iterator[tuple[Spec, Trainer, list[Engin
             yield spec, trainer_of(spec, dist.get_rank(), group), engines
 
 
-def gradient_errors(specs: Sequence[Spec]) -> list[dict[str, float]]:
+class Dropping:
+    """An attention that forgets its sinks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.forward, self.backward = (lambda q, k, v, sinks: engine.forward(q, k, v)), engine.backward
+
+
+def gradient_errors(specs: Sequence[Spec], drops_sinks: bool = False) -> list[dict[str, float]]:
     """For each: the relative error of each parameter's gradient, and of the loss, against one process in fp64."""
     found = []
     for spec, trainer, engines in _prepared(specs):
         batch = trainer.batch(0)
-        trainer.loss(trainer.hidden(batch, *engines), batch).backward()
+        attentions = [Dropping(engine) if drops_sinks else engine for engine in engines]
+        trainer.loss(trainer.hidden(batch, *attentions), batch).backward()
         for engine in engines:
             engine.close()
         trainer.states.synchronize()

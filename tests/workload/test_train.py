@@ -60,6 +60,24 @@ def test_gradients_of_layers_of_two_kinds_with_every_method(ranks: Ranks, method
     assert_exact(ranks, [f"method={name} {words}" for name in methods])
 
 
+@pytest.mark.parametrize("methods", [("ring", "ulysses", "mesh", "group_cast"), exhaustive(METHODS)], ids=len)
+def test_gradients_with_sinks_of_every_layer(ranks: Ranks, methods: tuple[str, ...]) -> None:
+    """Ranks have all heads of their queries or all queries of their heads: the sum over them is the gradient."""
+    more = {"mesh": "train.recompute=full", "ring": "mask=window window=[9,0] model.full_every=2"}
+    points = [f"method={name} sinks=true {more.get(name, '')}" for name in methods]
+    assert_exact(ranks, points)
+    (errors,) = ranks.run(jobs.gradient_errors, [training("gpus=4", *points[0].split())])[0]
+    assert {name for name in errors if "sinks" in name} == {f"gradient of layers.{i}.sinks" for i in range(2)}
+
+
+def test_sinks_that_are_left_out_show(ranks: Ranks) -> None:
+    """As an attention that drops them would."""
+    spec = training("gpus=2", "method=ring", "sinks=true")
+    right, found = (ranks.run(jobs.gradient_errors, [spec], drops)[0][0] for drops in (False, True))
+    assert right["gradient"] < EXACT
+    assert found["gradient"] > 1e-3 and found["loss"] > 1e-6
+
+
 def test_a_layer_of_the_wrong_kind_shows(ranks: Ranks) -> None:
     """With the attentions of the two kinds exchanged, no gradient but a few is right."""
     spec = training("gpus=2", "method=ring", *"mask=window window=[9,0] model.full_every=2".split())

@@ -1,0 +1,104 @@
+"""FlashInfer's attention of a batch over caches in pages (Ye et al. 2025), for decode steps.
+
+The interface is that of flashinfer-python 0.2 to 0.6.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sp_bench.kernels.cuda import CudaKernel, unit_stride
+from sp_bench.kernels.entries import Entries
+
+HEAD_DIMS = (64, 128, 256)
+"""Widths that all of its kernels are made for (include/flashinfer/utils.cuh, DISPATCH_HEAD_DIM)."""
+WORKSPACE_BYTES = 128 * 2**20
+"""Room for the results of parts of caches; its documentation recommends so much."""
+
+
+class FlashInfer(CudaKernel):
+    """BatchDecodeWithPagedKVCacheWrapper, in its form for tensor cores, which takes any number of rows for a key head.
+
+    Rows are query heads that share a key head there, as `share` of them are in a model: (E, H R, D), of which R behind
+    each other have one key head. Its lse is a logarithm to the base 2. What it makes of a table of pages on the host is
+    made once, as these are the same at every step.
+    """
+
+    name = "flashinfer"
+    package = "flashinfer"
+    packages: ClassVar[Mapping[str, str]] = {"flashinfer": "flashinfer-python"}
+    install = "pip install flashinfer-python"
+    in_pages = True
+
+    def __init__(self) -> None:
+        self._planned: dict[tuple[Any, ...], tuple[Entries, Any]] = {}
+        self._workspaces: dict[torch.device, Tensor] = {}
+
+    @classmethod
+    def refuses(cls, device: str, dtype: str, head_dim: int) -> str:
+        return super().refuses(device, dtype, head_dim) or "it has no backward, and is for workload=decode alone"
+
+    @classmethod
+    def refuses_caches(cls, device: str, dtype: str, head_dim: int, value_dim: int) -> str:
+        if why := super().refuses(device, dtype, head_dim):
+            return why
+        if head_dim not in HEAD_DIMS or value_dim != head_dim:
+            widths = ", ".join(map(str, HEAD_DIMS))
+            return f"it takes a head_dim of {widths} with values as wide, not {head_dim} with {value_dim}"
+        return ""
+
+    @classmethod
+    def takes_pages(cls, page: int) -> bool:
+        """True: they may have any number of tokens, one too."""
+        return True
+
+    def forward_pages(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
+        count, rows, heads, width = q.shape
+        by_head = unit_stride(q).transpose(1, 2).reshape(count, heads * rows, width)
+        wrapper = self._wrapper(q, entries)
+        out, lse = wrapper.run(by_head, (unit_stride(k), unit_stride(v)), return_lse=True)
+        lse_EHR = lse.unflatten(1, (heads, rows)) * math.log(2)
+        return out.unflatten(1, (heads, rows)).transpose(1, 2).contiguous(), lse_EHR
+
+    def _wrapper(self, q: Tensor, entries: Entries) -> Any:
+        """Its wrapper with the plan of these entries and rows."""
+        _, rows, heads, width = q.shape
+        key = (id(entries), rows, heads, q.dtype)
+        if key not in self._planned:
+            if q.device not in self._workspaces:
+                self._workspaces[q.device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+            wrapper = self.functions.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspaces[q.device], "NHD", use_tensor_cores=True, backend="fa2"
+            )
+            wrapper.plan(
+                entries.ends,
+                entries.in_line,
+                entries.last,
+                rows * heads,
+                heads,
+                width,
+                entries.page,
+                q_data_type=q.dtype,
+                kv_data_type=q.dtype,
+            )
+            self._planned[key] = entries, wrapper  # the entries live as long, so that the id is theirs
+        return self._planned[key][1]
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """FULL blocks alone, whose keys are pages of one token."""
+        if causal:
+            raise NotImplementedError("a decode step has no causal blocks")
+        keys = k.shape[1]
+        lengths, places = (keys,) * len(k), tuple(range(i * keys, (i + 1) * keys) for i in range(len(k)))
+        of_keys, of_values = (x.flatten(0, 1)[:, None] for x in (k, v))
+        return self.forward_pages(q, of_keys, of_values, Entries(lengths, places, 1, q.device))
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError("FlashInfer has no backward")
