@@ -126,8 +126,8 @@ def _of_operands(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
     ranks, everyone, found = np.arange(plan.n), np.ones(plan.n, bool), dict[int, np.ndarray]()
     wanted: dict[Chunk, np.ndarray] = {}
 
-    def want(chunk: Chunk, where: np.ndarray) -> None:
-        wanted[chunk] = wanted.get(chunk, False) | where
+    def want(chunk: Chunk, where: np.ndarray | np.bool_) -> None:
+        wanted[chunk] = np.asarray(wanted.get(chunk, False) | where)
 
     for index, op in reversed([*plan]):
         if isinstance(op, Block):

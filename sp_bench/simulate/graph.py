@@ -324,7 +324,7 @@ class _Builder:
         others = self.started
         self.started = before = [self.rows.add(0.0, [*before, *others])]
         if not np.all(moves):
-            self.started = [before[0].where(moves, self.rows.add(0.0, others))]
+            self.started = [self.rows.either(moves, before[0], self.rows.add(0.0, others))]
         return before
 
     def _elsewhere(self, index: int) -> list[Tasks]:
@@ -371,12 +371,13 @@ class _Builder:
         for number, flow in enumerate(self.flows[index]):
             there = [ended.at(flow.over.target) for ended in expecting]
             if flow.sends is not True:
-                there = [posted.where(flow.sends, ended) for posted, ended in zip(there, expecting, strict=True)]
+                pairs = zip(there, expecting, strict=True)
+                there = [self.rows.either(flow.sends, posted, ended) for posted, ended in pairs]
             tasks.append(self.rows.add(flow.delay_s, [*before, *there, *begun], flow.sent, flow.over, flow.weight))
             if flow.later_bytes is not None:
                 self.later.append(([tasks[-1]], flow.later_bytes, flow.over))
             came = tasks[-1].at(flow.over.source)
-            arrived.append(came if flow.receives is True else came.where(flow.receives, tasks[-1]))
+            arrived.append(came if flow.receives is True else self.rows.either(flow.receives, came, tasks[-1]))
             if isinstance(op, TreeReduce):
                 before = expecting = [self.rows.add(self.costs.merged_s(op, number), [tasks[-1], came])]
         if isinstance(op, TreeReduce):

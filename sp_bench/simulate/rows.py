@@ -54,14 +54,6 @@ class Tasks(NamedTuple):
         """The tasks of other ranks: for each rank, that of the rank which `ranks`, (n,), names."""
         return Tasks(self.row, ranks if self.ranks is None else self.ranks[ranks])
 
-    def numbers(self, n: int) -> np.ndarray:
-        """The tasks as numbers, in a graph of n ranks: (n,)."""
-        return self.row * n + (np.arange(n) if self.ranks is None else self.ranks)
-
-    def where(self, there: np.ndarray, other: Tasks) -> Tasks:
-        """These tasks of the ranks where `there`, (n,), is true, and the other ones elsewhere."""
-        return Tasks(0, np.where(there, self.numbers(there.size), other.numbers(there.size)))
-
 
 @dataclass
 class Rows:
@@ -106,6 +98,13 @@ class Rows:
         self.weights.append(self._each(weight))
         self.deps.append(deps)
         return Tasks(len(self.delays) - 1)
+
+    def either(self, there: np.ndarray | bool, tasks: Tasks, others: Tasks) -> Tasks:
+        """The tasks of the ranks where `there`, (n,), is true, and the other ones elsewhere."""
+        return Tasks(0, np.where(there, self._numbers(tasks), self._numbers(others)))
+
+    def _numbers(self, tasks: Tasks) -> np.ndarray:
+        return tasks.row * self.n + (self.own if tasks.ranks is None else tasks.ranks)
 
     def _each(self, value: np.ndarray | float) -> np.ndarray:
         if isinstance(value, np.ndarray) and value.shape == (self.n,):
