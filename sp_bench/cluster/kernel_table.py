@@ -13,7 +13,8 @@ A device has any number of tables, each for one kernel, head_dim and set of dtyp
         heads: 16                 # heads of the blocks that the rates were measured at
         total_tokens: 16384       # tokens of a batch of these blocks; null: a batch of one
         tile_tokens: 128          # tokens of one thread block: queries forward, keys backward
-        causal_order: ascending   # of causal thread blocks, head by head; default: longest_first, over all heads
+        causal_order: ascending   # of causal thread blocks, head by head; ascending_forward: forward alone;
+                                  #   default: longest_first, over all heads
         blocks_per_sm: 2          # of those forward, how many a multiprocessor has at once; default: 1
         forward_full: {512: 467, 1024: 565}           # TFLOP/s by tokens of a square block,
         backward_full: {512x512: 404, 512x1024: 440}  #   or by queries x keys, every pair of some sizes

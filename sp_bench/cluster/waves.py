@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-CausalOrder = Literal["longest_first", "ascending"]
+CausalOrder = Literal["longest_first", "ascending", "ascending_forward"]
 ALONE = 0.6
 """The share of a multiprocessor's rate that a thread block gets alone where two fit: between half and all of it. Chosen
 with the rates of one GPU at 5 heads in ring-flash-attention's README: 133 TFLOP/s on an A100, which has 205 at 32."""
@@ -33,20 +33,24 @@ class Waves:
     """The tokens of a thread block: queries forward, keys backward."""
     causal_order: CausalOrder = "longest_first"
     """Over all heads, or (`ascending`) head by head: forward from the first queries on, which are the shortest thread
-    blocks, backward from the first keys on, which are the longest."""
+    blocks, backward from the first keys on, which are the longest. `ascending_forward` is so forward alone."""
     per_sm: int = 1
     """Thread blocks of causal blocks that a multiprocessor has at once, forward."""
 
     def late(self, rate: str) -> bool:
         """Whether heads end with their longest thread blocks."""
-        return rate == "forward_causal" and self.causal_order == "ascending"
+        return rate == "forward_causal" and self._by_heads("forward")
+
+    def _by_heads(self, phase: str) -> bool:
+        """Whether causal thread blocks of a phase go head by head."""
+        return self.causal_order == "ascending" or self.causal_order == f"ascending_{phase}"
 
     def fill(self, rate: str, tokens: int, batch_heads: int) -> float:
         """The share of the multiprocessors' time that is used by a block of `tokens` queries (keys backward) of
         batch x heads; `rate` is one of kernel_table.RATES.
         """
         phase, mask = rate.split("_")
-        if mask == "full" or self.causal_order == "longest_first":
+        if mask == "full" or not self._by_heads(phase):
             return float(self.fills(rate, tokens, batch_heads))
         tiles, longest = math.ceil(tokens / self.tile_tokens), tokens / self.tile_tokens
         ascending = phase == "forward"

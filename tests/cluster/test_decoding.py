@@ -28,10 +28,10 @@ def call_s(cluster: Cluster, row: dict[str, str]) -> float:
     return float(seconds) - cluster.device.launch_s
 
 
-def errors(head_dim: str) -> np.ndarray:
-    """Simulated over published seconds on an H200, less one."""
-    cluster = Cluster.build(content("h200_ndr400"))
-    rows = [row for row in csv.DictReader(PUBLISHED.open()) if row["head_dim"] == head_dim]
+def errors(head_dim: str, gpu: str = "NVIDIA H200", name: str = "h200_ndr400") -> np.ndarray:
+    """Simulated over published seconds on a GPU, less one."""
+    cluster = Cluster.build(content(name))
+    rows = [row for row in csv.DictReader(PUBLISHED.open()) if (row["head_dim"], row["gpu"]) == (head_dim, gpu)]
     return np.array([1e3 * call_s(cluster, row) / float(row["ms"]) - 1 for row in rows])
 
 
@@ -41,6 +41,12 @@ def test_published_calls_come_out_by_their_bytes_alone() -> None:
     assert found.size == 32 and np.abs(found).max() < 0.035
     wider = errors("256")
     assert wider.size == 32 and -0.25 < np.median(wider) < -0.15
+
+
+def test_calls_of_a_gb200_that_read_as_many_bytes_take_as_long() -> None:
+    """Whether many sequences or few have them."""
+    found = errors("128", "NVIDIA GB200", "gb200_nvl72")
+    assert found.size == 16 and np.abs(found).max() < 0.02
 
 
 def test_a_latent_cache_on_an_h100_takes_as_long_as_flashmla_took() -> None:

@@ -27,7 +27,7 @@ from sp_bench.simulate import simulate
 from tests.support.problems import mask_of
 
 PRESETS = set(
-    "a10_pcie a100_hdr200 a800 ascend_oam b200 h20 h100_ndr400 h200_ndr400 h800 l20_pcie rtx4090_pcie tpuv4"
+    "a10_pcie a100_hdr200 a800 ascend_oam b200 gb200_nvl72 h20 h100_ndr400 h200_ndr400 h800 l20_pcie rtx4090_pcie tpuv4"
     " tpuv5p".split()
 )
 SIZES = [512, 1024, 2048, 4096]
