@@ -121,7 +121,9 @@ def _of_all(function: Callable[[Any], Any]) -> Callable[[Iterable[Number]], Numb
     return lambda numbers: derived(lambda *values: function(values), *numbers)
 
 
-total, mean, median, least, most = map(_of_all, (sum, np.mean, np.median, min, max))
+total = _of_all(sum)
+mean, median = _of_all(np.mean), _of_all(np.median)
+least, most = _of_all(min), _of_all(max)
 """One number of several: their sum, arithmetic mean, median, smallest and largest."""
 
 

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, Self, TypeVar
 
 from sp_bench.methods.mesh_schedule import Tile, backward_schedule, forward_schedule
 from sp_bench.plan import (
@@ -89,7 +89,7 @@ class MeshAttention(Method):
             f"one of {shapes} would work",
         )
 
-    def candidates(self, problem: Problem) -> tuple[MeshAttention, ...]:
+    def candidates(self, problem: Problem) -> tuple[Self, ...]:
         """One variant for each tile."""
         self.refuse(problem)
         (size,) = self._tile_sizes(problem)

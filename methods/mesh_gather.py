@@ -24,9 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
-from sp_bench.methods.mesh import MeshAttention
 from sp_bench.methods.mesh_orders import OrderedMesh
 from sp_bench.plan import (
     Attend,
@@ -66,7 +65,7 @@ class GatheredMesh(OrderedMesh, CollectiveMethod):
             rule = "form=ring sends messages from rank to rank"
             raise RequestError("method.collectives=library", rule, "with method.form=gather it would work")
 
-    def candidates(self, problem: Problem) -> tuple[MeshAttention, ...]:
+    def candidates(self, problem: Problem) -> tuple[Self, ...]:
         """Each of those with rings, and each tile and placement by gathers, in each number of slices."""
         self.refuse(problem)
         found = [super(GatheredMesh, one).candidates(problem) for one in self._forms()]
@@ -155,7 +154,7 @@ class GatheredMesh(OrderedMesh, CollectiveMethod):
         """The chunks of a tensor that are gathered: its chunks by heads where ranks split them."""
         return tensor.by_heads if problem.layout.head_parallel > 1 else tensor
 
-    def _forms(self) -> list[GatheredMesh]:
+    def _forms(self) -> list[Self]:
         """The forms that the options stand for. What only one of them has decides for it."""
         if self.form != "auto":
             return [self]

@@ -18,9 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, Self
 
-from sp_bench.methods.mesh import MeshAttention
 from sp_bench.methods.mesh_gather import GatheredMesh
 from sp_bench.methods.ulysses import by_heads, by_heads_backward, settled_degree
 from sp_bench.plan import (
@@ -71,10 +70,10 @@ class SplitMesh(SplitsHeads, GatheredMesh):
             )
         super().refuse(problem)
 
-    def candidates(self, problem: Problem) -> tuple[MeshAttention, ...]:
+    def candidates(self, problem: Problem) -> tuple[Self, ...]:
         """Each variant of the tile, for each degree that the options allow."""
         self.refuse(problem)
-        found: list[MeshAttention] = []
+        found: list[Self] = []
         for u in self._degrees(problem):
             if u == 1 or self.slices in (1, "auto"):
                 found += super(SplitMesh, replace(self, ulysses=u)).candidates(problem)

@@ -19,9 +19,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, Self
 
-from sp_bench.methods.mesh import MeshAttention
 from sp_bench.methods.mesh_bounds import least_s, time_of
 from sp_bench.methods.mesh_lean import ORDERS, lean_order
 from sp_bench.methods.mesh_places import PlacedMesh
@@ -78,7 +77,7 @@ class OrderedMesh(PlacedMesh):
             raise RequestError(f"method.slices={self.slices}", f"must divide kv_heads={problem.kv_heads}", would_work)
         super().refuse(problem)
 
-    def candidates(self, problem: Problem) -> tuple[MeshAttention, ...]:
+    def candidates(self, problem: Problem) -> tuple[Self, ...]:
         """Each tile and placement, with each schedule and number of slices."""
         return tuple(
             replace(mesh, schedule=schedule, slices=slices)

@@ -16,7 +16,7 @@ The bound is that of section 3.8's volume for n / g nodes of g chunks each. It i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from sp_bench.methods.mesh import MeshAttention, tiles
 from sp_bench.plan import BACK, DOWN, UP, Chunk, Fold, Grid, Group, Pass, Problem, RequestError, Tensor
@@ -35,7 +35,7 @@ class PlacedMesh(MeshAttention):
     lanes: Literal["one", "each"] = "one"
     """one: all transfers share a lane, as in the paper's steps; each: a lane per tensor."""
 
-    def candidates(self, problem: Problem) -> tuple[MeshAttention, ...]:
+    def candidates(self, problem: Problem) -> tuple[Self, ...]:
         """Each of the paper's, with each placement."""
         return tuple(
             replace(mesh, placement=placement)

@@ -23,10 +23,11 @@ from sp_bench.validate.published import (
     second,
     simulated,
 )
+from tests.support.frames import rows_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "published.csv"
 SEEN = pd.read_csv(PAGE, dtype={"causal": str}, keep_default_na=False)
-GIVEN = SEEN[SEEN["set"] == "given"]
+GIVEN = rows_of(SEEN, set="given")
 
 
 @pytest.mark.long
@@ -42,7 +43,7 @@ def test_the_page_is_what_is_simulated() -> None:
 @pytest.mark.long
 def test_errors_are_within_what_is_promised() -> None:
     """Medians by links, and the order of pairs whose measured times differ by more than 3%."""
-    medians = GIVEN.assign(off=GIVEN["error"].abs()).groupby("links")["off"].median()
+    medians = GIVEN.assign(off=GIVEN["error"].abs()).groupby("links")["off"].median().to_dict()
     assert medians["NVLink"] < 0.06 and medians["several nodes"] < 0.08 and medians["PCIe"] < 0.15
     alike, count, _ = pairs(GIVEN)
     assert alike / count > 0.9 and count > 300
@@ -58,8 +59,8 @@ def test_errors_are_within_what_is_promised() -> None:
 @pytest.mark.long
 def test_tiles_and_larger_machines_are_within_what_is_promised() -> None:
     """Medians by machine: with all that was fitted, and without what was fitted to their own source."""
-    more = SEEN[SEEN["set"] == "second"]
-    off = {name: rows[["error", "error_left_out"]].abs().median() for name, rows in more.groupby("hardware")}
+    more = rows_of(SEEN, set="second")
+    off = {name: rows[["error", "error_left_out"]].abs().median().to_dict() for name, rows in more.groupby("hardware")}
     assert off["8xA800 NVLink"]["error"] < 0.06 and off["8xA800 NVLink"]["error_left_out"] < 0.08
     assert all(of["error_left_out"] < 0.12 for of in off.values()) and len(off) == 6
     alike, count, _ = pairs(more)

@@ -15,6 +15,7 @@ from sp_bench import records
 from sp_bench.calibrating import speed
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster import Cluster
+from sp_bench.labs.shaped.description import Hosts
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.tensors import O
 from sp_bench.point import Outcome, Request, resolve
@@ -23,6 +24,7 @@ from sp_bench.point.choose import choose
 from sp_bench.validate import machine as validate
 from sp_bench.validate.machine import main, pairs_in_order
 from tests.support.clusters import problem
+from tests.support.typed import Known, of_kind
 
 SMALL = "cluster=local heads=2 head_dim=64 dtype=float32 causal=false iters=5 warmup=1 parts=false logger=none".split()
 
@@ -40,7 +42,7 @@ def test_points_are_measured_and_simulated(
     timed_alone = {record.seqlen: record for record in by_id.values() if record.compute_only_ms_median}
     assert sorted(timed_alone) == [512, 1024] and {record.method for record in timed_alone.values()} == {"ring"}
     for point in table.to_dict("records"):
-        measured, simulated = by_id[point["measured_run_id"]], by_id[point["simulated_run_id"]]
+        measured, simulated = (Known(by_id[point[f"{mode}_run_id"]]) for mode in ("measured", "simulated"))
         assert (measured.mode, simulated.mode) == ("measure", "simulate")
         assert point["step_measured_ms"] == measured.step_ms_median
         assert point["step_as_calibrated_ms"] == pytest.approx(simulated.step_ms_median)
@@ -194,8 +196,8 @@ def test_cores_are_simulated_as_fast_as_they_are() -> None:
     for phase in ("forward", "backward"):
         assert twice.device.block_s(p, phase) == pytest.approx(plain.device.block_s(p, phase) / 2, rel=1e-3)
     assert twice.device.fold_s(p, O) == pytest.approx(plain.device.fold_s(p, O) / 2)
-    assert plain.hosts and twice.hosts
-    assert twice.hosts.core_s_per_byte == pytest.approx(plain.hosts.core_s_per_byte / 2)
+    hosts, faster = (of_kind(Hosts, cluster.hosts) for cluster in (plain, twice))
+    assert faster.core_s_per_byte == pytest.approx(hosts.core_s_per_byte / 2)
     assert twice.topology == plain.topology
 
 

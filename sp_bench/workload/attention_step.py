@@ -28,7 +28,7 @@ from sp_bench.run.sms import share
 from sp_bench.run.transport import AloneTransport
 from sp_bench.workload.base import SINKS, PlannedAttention, RankContext, Spec
 from sp_bench.workload.engine_step import EngineStep
-from sp_bench.workload.exact_rows import Sample, SunkRows, errors_of_rows, sampled
+from sp_bench.workload.exact_rows import Inputs, Sample, SunkRows, errors_of_rows, sampled
 from sp_bench.workload.gate import GateErrors
 
 
@@ -221,7 +221,7 @@ def _all_can(here: bool) -> bool:
     return all(gathered(here, world())) if dist.is_initialized() else here
 
 
-def random_inputs(problem: Problem, rank: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
+def random_inputs(problem: Problem, rank: int, seed: int, device: torch.device) -> Inputs:
     """A rank's q, k, v and dout, which `seed` decides."""
     generator = _generator(seed, rank, device)
     tokens = [int(side.tokens(rank)) for side in (problem.queries, problem.keys)]

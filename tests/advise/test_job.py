@@ -14,6 +14,7 @@ from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.point import resolve
 from sp_bench.point.training import simulate_training
+from tests.support.typed import Known
 from tests.workload.requests import point
 
 JOB = ("model=llama3_8b", "gpus=16", "seqlen=128k", "cluster=h100_ndr400", "train.batch_tokens=1M")
@@ -48,7 +49,7 @@ def test_jobs_are_ranked_by_tokens_a_second(found: Answer) -> None:
     assert found.fitting | found.refused.keys() == set(divided()) and not found.fitting & found.refused.keys()
     assert {job.method.name for job in found.jobs} == {*FIRST, *OTHERS}
     for job in found.jobs:
-        record = job.record
+        record = Known(job.record)
         assert (record.data_parallel, record.tensor_parallel) == (job.split.data, job.split.tensor)
         assert job.split.data * record.turns * record.seqlen == 2**20
         assert record.peak_mem_bytes_max <= 80e9
@@ -70,7 +71,8 @@ def test_what_ties_is_named_with_the_one_of_least_memory(found: Answer) -> None:
     assert "sequences of 128k tokens, 1M a step" in text and "All times are simulated." in text
     others = [job for job in found.tied_splits if job.split != first.split]
     assert all(job.name in text and job.tokens_per_s > 0.97 * first.tokens_per_s for job in others)
-    assert by_memory(found).record.peak_mem_bytes_max == min(j.record.peak_mem_bytes_max for j in found.tied_splits)
+    least = min(Known(job.record).peak_mem_bytes_max for job in found.tied_splits)
+    assert by_memory(found).record.peak_mem_bytes_max == least
     alone = Answer(JOB, [first, replace(found.jobs[-1], record=replace(first.record, tokens_per_s=1.0))])
     assert alone.tied == [first] and "Too close" not in "\n".join(heading(alone))
 
@@ -79,7 +81,7 @@ def test_intervals_decide_ties_where_both_have_one(found: Answer) -> None:
     first = found.jobs[0]
 
     def with_interval(factor: float, error: float):
-        ms = first.record.step_ms_median * factor
+        ms = Known(first.record).step_ms_median * factor
         ends = {"step_ms_validated_low": ms / (1 + error), "step_ms_validated_high": ms / (1 - error)}
         speed = first.tokens_per_s / factor
         return replace(first, record=replace(first.record, step_ms_median=ms, tokens_per_s=speed, **ends))

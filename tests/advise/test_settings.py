@@ -110,7 +110,7 @@ def test_a_setting_is_for_the_mask_and_the_shape() -> None:
     }
     assert {*known} == {*FRAMEWORKS}
     found: dict[str, set[str]] = {name: set() for name in FRAMEWORKS}
-    options = {"usp": {"ulysses": 2}, "ulysses_all_gather": {"ulysses": 2}}
+    options: dict[str, dict[str, object]] = {"usp": {"ulysses": 2}, "ulysses_all_gather": {"ulysses": 2}}
     for name, words in ASKED.items():
         with Composer() as composer:
             config = composer.compose([*SHAPE[:1], *words])

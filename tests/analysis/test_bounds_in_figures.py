@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from sp_bench.analysis.figure import Figure
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.studies.choosing import places as choosing_grid
 from sp_bench.analysis.studies.choosing import shapes as choosing_tiles
@@ -29,8 +31,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.long
 def test_volumes_stand_between_their_bounds(runs: Runs, few: None, tmp_path: Path) -> None:
     """Methods with whole heads are above the dashed line, and all are above the dotted one."""
-    (figure,) = [part for part in choosing_tiles.volume(runs).saved() if hasattr(part, "canvas")]
-    lines = {str(line.get_label()).split(" (")[0]: line.get_ydata() for line in figure.canvas.axes[0].lines}
+    (figure,) = [part for part in choosing_tiles.volume(runs).saved() if isinstance(part, Figure)]
+    drawn = figure.canvas.axes[0].lines
+    lines = {str(line.get_label()).split(" (")[0]: np.asarray(line.get_ydata()) for line in drawn}
     whole, least = lines["bound, heads whole"], lines["bound, any split of heads"]
     assert len(lines) == 5 and len(whole) == 2
     for i in range(2):

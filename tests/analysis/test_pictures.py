@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
+from matplotlib.patches import Rectangle
 
 from sp_bench import account, methods, records
 from sp_bench.analysis import assignments, pictures
@@ -21,6 +22,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.records import Record
 from tests.support.made_records import made, spread, written
+from tests.support.typed import of_kind
 
 
 def planned(name: str, n: int = 4, *, layout: str = "auto", **options: object) -> tuple[Plan, Problem]:
@@ -39,11 +41,8 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, Path]:
 
 
 def labels(figure: Figure) -> list[str]:
-    return [
-        text.get_text()
-        for ax in figure.canvas.axes
-        for text in (ax.get_legend().get_texts() if ax.get_legend() else [])
-    ]
+    legends = [legend for ax in figure.canvas.axes if (legend := ax.get_legend())]
+    return [text.get_text() for legend in legends for text in legend.get_texts()]
 
 
 def bars(figure: Figure) -> list[tuple[float, float]]:
@@ -134,7 +133,7 @@ def test_bound_bars_add_up_to_the_step() -> None:
     ]
     figure = pictures.bound_bars(found)
     ax = figure.canvas.axes[0]
-    widths = [bar.get_width() for bar in ax.patches]
+    widths = [of_kind(Rectangle, bar).get_width() for bar in ax.patches]
     assert widths == pytest.approx([5, 9, 15, 1])
     assert [text.get_text().strip() for text in ax.texts] == ["bound 25% of it, by nic", "bound 90% of it, by compute"]
     assert labels(figure) == ["bound (simulated)", "rest of the step (simulated)"]

@@ -11,11 +11,12 @@ import pytest
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.studies import published
 from sp_bench.validate.left_out import fits
-from tests.support.sections import sections_of, table_of, tables_of, words_of
+from tests.support.frames import rows_of
+from tests.support.sections import sections_of, table_of, tables_of, values, words_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "published.csv"
 SEEN = pd.read_csv(PAGE, dtype={"causal": str}, keep_default_na=False)
-GIVEN, HELD_OUT, SECOND = (SEEN[SEEN["set"] == name].reset_index(drop=True) for name in ("given", "held_out", "second"))
+GIVEN, HELD_OUT, SECOND = (rows_of(SEEN, set=name).reset_index(drop=True) for name in ("given", "held_out", "second"))
 ON_ONE_GPU = [i for i, gpus in enumerate(GIVEN["gpus"]) if gpus == 1]
 ON_PCIE = [i for i, hardware in enumerate(GIVEN["hardware"]) if hardware == "8xL20 PCIe"][-3:]
 HELD = [i for i, gpus in enumerate(HELD_OUT["gpus"]) if gpus == 1]
@@ -59,11 +60,11 @@ def test_sections_say_errors_order_and_fits(runs: Runs) -> None:
     tables = tables_of(published.errors(runs))
     by_links = {row[0]: row for row in tables["published-measurements-links"].rows}
     assert by_links["PCIe"][1] == len(ON_PCIE)
-    worst = by_links["PCIe"][4].known
+    (worst,) = values(by_links["PCIe"][4:5])
     assert worst == pytest.approx(GIVEN.iloc[ON_PCIE]["error"].abs().max(), rel=1e-9)
     assert f"{COUNT} times" in words_of(published.errors(runs))
     ordered = {row[1]: row[2:] for row in table_of(published.order(runs)).rows}
-    count, alike, left_out = (int(number.known) for number in ordered["8xL20 PCIe"])
+    count, alike, left_out = map(int, values(ordered["8xL20 PCIe"]))
     assert 0 < alike <= count and left_out <= count
     assert len(table_of(published.fitted(runs)).rows) == len(fits())
     assert len(table_of(published.points(runs)).rows) == COUNT

@@ -14,7 +14,8 @@ from sp_bench.analysis.studies.ring.held import GPUS, SETTLED, memory
 from sp_bench.analysis.studies.ring.model import STEP, Setting
 from sp_bench.analysis.studies.ring.onset import HIDDEN, onsets, settings
 from sp_bench.plan.mask import CAUSAL
-from tests.support.sections import table_of
+from tests.support.sections import numbers, table_of
+from tests.support.typed import of_kind
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +25,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.long
 def test_memory_is_linear_in_a_ranks_tokens_whatever_the_sequence(runs: Runs) -> None:
-    table = {row[0]: row for row in table_of(memory(runs)).rows}
+    table = {of_kind(int, row[0]): numbers((row[2], row[3], row[5])) for row in table_of(memory(runs)).rows}
     assert set(table) == set(GPUS)
     settled = [row for n, row in table.items() if n >= SETTLED]
-    assert all(row[3].kind == "computed" for row in settled)
-    assert all(row[3].value == pytest.approx(settled[0][3].value, rel=1e-3) for row in settled)
-    assert all(row[5].value == pytest.approx(settled[0][5].value, rel=1e-3) for row in settled)
-    assert table[256][2].value == pytest.approx(table[4][2].value / 64, rel=1e-3)
+    _, held, whole = settled[0]
+    assert all(row[1].kind == "computed" for row in settled)
+    assert all(row[1].known == pytest.approx(held.known, rel=1e-3) for row in settled)
+    assert all(row[2].known == pytest.approx(whole.known, rel=1e-3) for row in settled)
+    assert table[256][0].known == pytest.approx(table[4][0].known / 64, rel=1e-3)
 
 
 def test_the_condition_is_flops_over_bandwidth() -> None:

@@ -25,7 +25,8 @@ from sp_bench.analysis.studies.striped.model import (
 )
 from sp_bench.analysis.studies.striped.rounds import as_the_paper, planned, work, work_by_round
 from sp_bench.analysis.studies.striped.simulated import ask_pairs, chosen, estimates, pair, speedups, training
-from tests.support.sections import tables_of
+from tests.support.sections import numbers, tables_of, values
+from tests.support.typed import Known
 
 
 def test_all_hundred_maximum_speedups_are_within_a_hundredth() -> None:
@@ -46,9 +47,9 @@ def test_table_shows_every_cell_with_its_ratio() -> None:
     table = tables_of(maximum())["striped-maximum"]
     assert len(table.rows) == 100
     for row in table.rows:
-        paper, ours, ratio = row[5], row[6], row[7]
+        paper, ours, ratio = numbers(row[5:8])
         assert (paper.kind, ours.kind) == ("paper", "computed")
-        assert ratio.value == pytest.approx(ours.value / paper.value)
+        assert ratio.known == pytest.approx(ours.known / paper.known)
 
 
 def test_table_2_differs_from_table_4_in_one_cell() -> None:
@@ -64,7 +65,8 @@ def test_tiles_leave_out_what_the_paper_says() -> None:
     assert tiles_computed(2**20, 128, 128) == pytest.approx(0.5, abs=1e-4)
     assert all(1 <= tiled_speedup(cell) <= maximum_speedup(cell) for cell in cells())
     table = tables_of(tiles())["striped-claims"]
-    assert all(row[2].value == pytest.approx(row[3].value, abs=0.5) for row in table.rows if row[1] == "%")
+    shares = [values(row[2:4]) for row in table.rows if row[1] == "%"]
+    assert all(paper == pytest.approx(ours, abs=0.5) for paper, ours in shares)
 
 
 @pytest.mark.parametrize(("block", "tile_queries", "tile_keys"), [(12, 4, 4), (12, 3, 6), (10, 4, 3), (7, 7, 2)])
@@ -105,7 +107,7 @@ def test_limits() -> None:
 
 def test_simulated_speedup_is_below_its_limit_and_grows(tmp_path: Path) -> None:
     found = ask_pairs(Runs(tmp_path, workers=1), [pair(4, 4 * block, heads=16) for block in (4096, 32768)])
-    speedups = [ring.step_ms_median / striped.step_ms_median for ring, striped in found]  # type: ignore[operator]
+    speedups = [Known(ring).step_ms_median / Known(striped).step_ms_median for ring, striped in found]
     assert 1 < speedups[0] < speedups[1] < attention_limit(4)
 
 
@@ -122,9 +124,9 @@ def test_notebook_runs_and_what_was_measured_is_said_to_be(tmp_path: Path) -> No
     table = tables_of(section)["striped-measured"]
     assert [(row[0], row[2]) for row in table.rows] == list(SIZES)
     for row in table.rows:
-        speedup, low, high = row[6:9]
+        ring, striped, speedup, low, high = numbers(row[4:9])
         assert speedup.kind == "measured" and low.known <= speedup.known <= high.known
-        assert row[4].value / row[5].value == pytest.approx(speedup.value)
+        assert ring.known / striped.known == pytest.approx(speedup.known)
 
 
 def test_a_cell_with_tensor_parallelism_is_below_the_maximum_and_above_one(tmp_path: Path) -> None:
@@ -141,8 +143,9 @@ def test_training_steps_stand_beside_every_cell(tmp_path: Path) -> None:
     section = training(Runs(tmp_path))
     devices, table = tables_of(section)["striped-training-devices"], tables_of(section)["striped-training"]
     assert len(table.rows) == len(chosen())
-    found = {cell: row[-4].known for cell, row in zip(chosen(), table.rows, strict=True) if row[-4].value}
-    assert len(found) == sum(row[2].known for row in devices.rows) == 98, "two of 7B don't fit a TPU v4"
+    gains = zip(chosen(), numbers(row[-4] for row in table.rows), strict=True)
+    found = {cell: gain.known for cell, gain in gains if gain.value}
+    assert len(found) == sum(values(row[2] for row in devices.rows)) == 98, "two of 7B don't fit a TPU v4"
     assert all(1 < speedup < attention_limit(cell.n) for cell, speedup in found.items())
     for cell, speedup in found.items():
         longer = [

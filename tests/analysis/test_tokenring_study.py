@@ -14,7 +14,8 @@ from sp_bench.analysis.runs import Runs, record_of
 from sp_bench.analysis.studies import tokenring
 from sp_bench.analysis.studies.tokenring.profile import TESTBED
 from sp_bench.analysis.studies.tokenring.transformer import PLACES
-from tests.support.sections import table_of, words_of
+from tests.support.sections import numbers, table_of, values, words_of
+from tests.support.typed import of_kind
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +39,14 @@ def test_figure6_shows_paper_and_ours_and_which_was_fitted(runs: Runs) -> None:
     table = table_of(section)
     rows = {(row[0], row[1]): row for row in table.rows}
     ring, token = rows["ring", 0], rows["tokenring", 2]
-    assert (ring[2].value, ring[2].kind, ring[3].kind) == (7.6, "paper", "simulated")
-    assert ring[4].value == pytest.approx(1, abs=0.02) and ring[5] == "link rate set from it"
-    assert (token[2].value, token[5]) == (4.6, "no")
-    assert token[4].value == pytest.approx(token[3].value / 4.6)
+    paper, ours, ratio = numbers(ring[2:5])
+    assert (paper.value, paper.kind, ours.kind) == (7.6, "paper", "simulated")
+    assert ratio.value == pytest.approx(1, abs=0.02) and ring[5] == "link rate set from it"
+    paper, ours, ratio = numbers(token[2:5])
+    assert (paper.value, token[5]) == (4.6, "no")
+    assert ratio.value == pytest.approx(ours.known / 4.6)
     # All the time of the pass is in its steps, and what the paper leaves out is there without a ratio.
-    steps = [row[3].value for row in table.rows if row[0] == "tokenring"]
+    steps = values(row[3] for row in table.rows if row[0] == "tokenring")
     record = runs.one(method="tokenring", **TESTBED)
     assert sum(steps) == pytest.approx(record.forward_ms_median)
     assert [row[2] for row in table.rows if row[0] == "tokenring"][3:] == ["not given"] * 2
@@ -54,11 +57,10 @@ def test_figure6_shows_paper_and_ours_and_which_was_fitted(runs: Runs) -> None:
 def test_more_gpus_more_steps_with_both(runs: Runs) -> None:
     rows = table_of(tokenring.directions(runs)).rows
     # Of n + 1 steps the first two send no output, the last two no Q.
-    assert {row[0]: row[1].value for row in rows} == {
-        n: pytest.approx(max(0, n - 3) / (n + 1)) for n in (2, 4, 8, 16, 32)
-    }
+    sends_both = dict(zip((row[0] for row in rows), values(row[1] for row in rows), strict=True))
+    assert sends_both == {n: pytest.approx(max(0, n - 3) / (n + 1)) for n in (2, 4, 8, 16, 32)}
     for row in rows[1:]:
-        shares = [cell.value for cell in row[3:]]
+        shares = values(row[3:])
         assert shares[1] == 0 < shares[3] < shares[2] < 1  # the cable back: idle in Ring, used in TokenRing
         assert shares[4] == shares[5] > 0  # a switch's ports: both directions in Ring too
 
@@ -70,13 +72,15 @@ def test_a_diffusion_transformer_sends_both_in_one_step_of_five(runs: Runs) -> N
     rows = table_of(section).rows
     assert [tuple(row[:3]) for row in rows] == list(PLACES)
     for row in rows:
-        attention, forward, step = (row[column].value for column in (3, 6, 9))
+        attention, forward, step = values(row[3:10:3])
         assert 28 * attention < forward < step
 
 
 @pytest.mark.long
 def test_full_mesh_gains_and_switch_does_not(runs: Runs) -> None:
-    gains = {(row[0][:4], *row[1:4]): row[8].value for row in table_of(tokenring.topologies(runs)).rows}
+    rows = table_of(tokenring.topologies(runs)).rows
+    keys = [(of_kind(str, row[0])[:4], *row[1:4]) for row in rows]
+    gains = dict(zip(keys, values(row[8] for row in rows), strict=True))
     mesh = [gains["full", "full", 1024, n] for n in (2, 4, 8)]
     assert mesh == sorted(mesh) and mesh[-1] > 1.3
     assert max(gain for key, gain in gains.items() if key[0] == "NVSw") < 1
@@ -84,7 +88,8 @@ def test_full_mesh_gains_and_switch_does_not(runs: Runs) -> None:
 
 @pytest.mark.long
 def test_hybrid_is_faster_across_many_nodes(runs: Runs) -> None:
-    times = {tuple(row[:3]): row[3].value for row in table_of(tokenring.nodes(runs)).rows}
+    rows = table_of(tokenring.nodes(runs)).rows
+    times = dict(zip((tuple(row[:3]) for row in rows), values(row[3] for row in rows), strict=True))
     for cluster in tokenring.NODE_CLUSTERS:
         assert times[cluster, 64, "tokenring, hybrid"] < times[cluster, 64, "tokenring"]
 

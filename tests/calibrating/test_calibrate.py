@@ -40,7 +40,7 @@ from tests.support.problems import mask_of
 from tests.support.ranks import WORLD, Ranks
 
 
-def block_s(cluster: Cluster, tokens: int, phase: str, *, causal: bool, dtype: str = "float32", **shape: int) -> float:
+def block_s(cluster: Cluster, tokens: int, phase: str, *, causal: bool, dtype: str = "float32", **shape: Any) -> float:
     p = Problem(
         n=1,
         seqlen=tokens,

@@ -135,7 +135,7 @@ def in_two_slices(phase: str, other: int) -> tuple[Plan, Problem]:
     def chunk(tensor: Tensor, heads: int) -> Chunk:
         return Chunk(tensor, 0, one, heads=heads)
 
-    def deal(send: str, recv: str, heads: int, sent: int | None = None) -> AllToAll:
+    def deal(send: Tensor, recv: Tensor, heads: int, sent: int | None = None) -> AllToAll:
         return AllToAll("all-to-all", chunk(send, heads if sent is None else sent), chunk(recv, heads), one)
 
     for i in slices:

@@ -20,6 +20,7 @@ from tests.support.plan_edits import (
     without,
 )
 from tests.support.problems import small_problem
+from tests.support.typed import of_kind
 
 
 def test_messages_name_rank_block_and_chunk() -> None:
@@ -127,7 +128,7 @@ def test_a_rank_has_no_tokens_but_its_own() -> None:
 
 def test_kinds_of_chunks_are_not_mixed_up() -> None:
     plan, problem = ring_of_three()
-    ring = plan.ops[0].group
+    ring = of_kind(Group, of_kind(Pass, plan.ops[0]).group)
     q, o = Chunk(Q, 0, ring), Chunk(O, 0, ring)
     with pytest.raises(PlanError, match="sends q where the peer receives kv"):
         check(with_op(plan, 0, replace(plan.ops[0], send=q)), problem)

@@ -15,7 +15,7 @@ from sp_bench.diagnosing.examine import DOCUMENTS, checked, pairs_of, spec, with
 from sp_bench.diagnosing.nccl_log import read_log
 from sp_bench.doctor import main
 from sp_bench.kernels.pieces import Pieces, calls
-from sp_bench.measure.pool import RankFailure
+from sp_bench.measure.pool import RankFailure, RankPool
 from sp_bench.plan.groups import Group
 from sp_bench.plan.ops import Pass
 from sp_bench.plan.regions import RegionKind
@@ -48,23 +48,21 @@ def test_a_row_that_fails_is_exit_1(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     done: list[str] = []
 
     class Pool:
+        def __init__(self, inner: RankPool) -> None:
+            self.inner = inner
+
         def run(self, job: str, *arguments: object) -> list[object]:
             done.append(job.partition(":")[2])
             if done[-1] == "gate":
                 raise RankFailure(1, "died: killed by SIGSEGV")
-            return inner.run(job, *arguments)
+            return self.inner.run(job, *arguments)
 
         def close(self) -> None:
             done.append("close")
-            inner.close()
+            self.inner.close()
 
-    def opened(*arguments: object, **named: object) -> Pool:
-        nonlocal inner
-        inner = open_ranks(*arguments, **named)
-        return Pool()
-
-    open_ranks, inner = examine.open_ranks, None
-    monkeypatch.setattr(examine, "open_ranks", opened)
+    open_ranks = examine.open_ranks
+    monkeypatch.setattr(examine, "open_ranks", lambda *how, **named: Pool(open_ranks(*how, **named)))
     assert main([*SMALL, "dtype=float32", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     rows = {row["check"]: row for row in found["findings"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -210,7 +211,7 @@ def test_scripts_give_ranks_cores_at_their_gpus(name: str) -> None:
         ({"ports": (Port(name="mlx5_0:1", state="DOWN", rate="40 Gb/sec (4X QDR)"),)}, "NICs", "no port is active"),
     ],
 )
-def test_hosts_that_are_set_wrong(changes: dict[str, object], check: str, text: str) -> None:
+def test_hosts_that_are_set_wrong(changes: dict[str, Any], check: str, text: str) -> None:
     ranks = [rank_of(rank) for rank in range(8)]
     host = host_of(**changes)
     found = bad(judge_hosts([host], ranks, host.load))

@@ -192,7 +192,7 @@ def of_a_sequence() -> str:
 
     warnings.simplefilter("ignore")
     parallel = register("ring", group=group)
-    config = transformers.LlamaConfig(**SIZES, attn_implementation=NAME)
+    config = transformers.LlamaConfig(**SIZES, attn_implementation=NAME)  # pyright: ignore[reportCallIssue]
     classifier = transformers.LlamaForSequenceClassification(config).float()
     given = parallel.deal(ids())
     for key in ("labels", "shift_labels", "num_items_in_batch"):

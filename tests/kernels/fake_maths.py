@@ -41,7 +41,7 @@ def forward_varlen(
 ) -> tuple[Tensor, Tensor]:
     """(out (T, H, D), lse (H, T)) of sequences that stand one behind the other."""
     parts = [
-        forward(*(x[None] for x in tensors), scale, causal, BOTTOM_RIGHT)
+        forward(*(x[None] for x in tensors), scale=scale, causal=causal, corner=BOTTOM_RIGHT)
         for tensors in zip(*_sequences((q, cu_q), (k, cu_k), (v, cu_k), longest=longest), strict=True)
     ]
     return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], dim=1)
@@ -64,8 +64,8 @@ def backward_varlen(
     assert lse.dtype == torch.float32 and lse.is_contiguous() and lse.shape == (q.shape[1], q.shape[0])
     given = ((dout, cu_q), (q, cu_q), (k, cu_k), (v, cu_k), (out, cu_q), (lse.T, cu_q))
     parts = [
-        backward(*(x[None] for x in tensors[:5]), tensors[5].T[None], scale, causal, BOTTOM_RIGHT)
-        for tensors in zip(*_sequences(*given, longest=longest), strict=True)
+        backward(*(x[None] for x in tensors), lse=lse.T[None], scale=scale, causal=causal, corner=BOTTOM_RIGHT)
+        for *tensors, lse in zip(*_sequences(*given, longest=longest), strict=True)
     ]
     dq, dk, dv = (torch.cat([grad[0] for grad in grads]) for grads in zip(*parts, strict=True))
     return dq, dk, dv

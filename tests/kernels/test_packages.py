@@ -13,11 +13,12 @@ import torch
 
 from sp_bench import kernels
 from sp_bench.kernels import KERNELS, BlockKernel, fold
-from sp_bench.kernels.cuda import beneath
+from sp_bench.kernels.cuda import CudaKernel, beneath
 from sp_bench.measure.devices import gpu_packages
 from sp_bench.peers.registry import PEERS
 from sp_bench.plan.regions import RegionKind
 from tests.kernels.fakes import installed
+from tests.support.typed import of_kind
 
 HOME = Path(kernels.__file__).parent
 OURS = {*sys.stdlib_module_names, "torch", "sp_bench"}
@@ -100,7 +101,7 @@ def test_a_package_is_looked_up_once(name: str, monkeypatch: pytest.MonkeyPatch)
     """Not for each block: flash-attn 4's signatures take as long to read as all else of a block."""
     q, k, v, dout = (torch.randn(1, 8, 2, 16).bfloat16() for _ in range(4))
     with installed(name):
-        kernel, looked_up = KERNELS[name](), []
+        kernel, looked_up = of_kind(CudaKernel, KERNELS[name]()), []
         module = type(kernel).module
         monkeypatch.setattr(type(kernel), "module", classmethod(lambda cls: looked_up.append(1) or module()))
         for _ in range(3):

@@ -114,9 +114,9 @@ def test_unsummed_is_what_one_operation_makes_all_of(planned: Planned) -> None:
 def test_layouts_that_narrow() -> None:
     """But for one rank, which has but one chunk."""
     assert not any(small_problem(1, name).blocks.narrows for name in LAYOUTS)
-    cases = itertools.product(LAYOUTS, (0, 1))
+    cases = itertools.product(LAYOUTS, (False, True))
     narrows = {(name, causal): small_problem(2, name, causal=causal).blocks.narrows for name, causal in cases}
-    assert {case for case, narrowed in narrows.items() if narrowed} == {("striped", 1), ("zigzag", 1)}
+    assert {case for case, narrowed in narrows.items() if narrowed} == {("striped", True), ("zigzag", True)}
 
 
 def ahead(method: str, phase: str, problem: Problem, **options: object) -> dict[str, str]:

@@ -22,7 +22,7 @@ from sp_bench.measure.start import Start
 from sp_bench.run import engine as engine_module
 from sp_bench.run.devices import HostClock
 from sp_bench.run.engine import Engine
-from sp_bench.run.groups import own_group
+from sp_bench.run.groups import own_group, world
 from sp_bench.workload import GateErrors, Spec, exact_rows, prefill_step
 
 BAD = 1
@@ -49,7 +49,7 @@ def connect_slowly(seconds: float) -> int:
 
 def begin_together(on_a_stream: bool) -> list[float | None]:
     """Seconds that ranks waited for each other before phases: by gloo, which blocks where a GPU's stream would wait."""
-    group = own_group(dist.group.WORLD, range(dist.get_world_size()), "start", backend="gloo") if on_a_stream else None
+    group = own_group(world(), range(dist.get_world_size()), "start", backend="gloo") if on_a_stream else None
     start, found = Start(HostClock(), torch.device("cpu"), group), []
     for _ in range(3):
         began = start.together()
@@ -233,7 +233,7 @@ def gated_with_wrong_sinks(spec: Spec, wrong: str) -> str:
 
     def without(self: Engine, *arguments: Any) -> Any:
         *others, sinks = arguments
-        return forward(self, *others, torch.full_like(sinks, -torch.inf))
+        return forward(self, *others, sinks=torch.full_like(sinks, -torch.inf))
 
     def alone(*arguments: Any) -> Tensor:
         found = gradient(*arguments)

@@ -29,6 +29,7 @@ from sp_bench.measure.pool import RankError, RankPool
 from sp_bench.measure.result import RankResult
 from sp_bench.point import Outcome, Request, mode, resolve, run_points
 from sp_bench.point.mode import nccl_settings
+from tests.support.typed import Known
 
 ALONE = ("seqlen=1k", "heads=2", "head_dim=128", "iters=3", "warmup=1")
 SMALL = ("seqlen=1k", "heads=2", "head_dim=16", "dtype=float32", "iters=3", "warmup=1")
@@ -261,7 +262,8 @@ def test_ranks_alone_have_the_volume_of_the_plan_and_no_step(alone: Outcome) -> 
     assert set(samples.rank) == {0, 63} and set(samples.iteration) == {0, 1, 2}
     blocks, kernels, folds, caller = (samples.by_rank(part) for part in ("blocks", "kernels", "folds", "caller"))
     assert blocks.shape == (2, 3) and (kernels + folds <= blocks).all() and (blocks <= caller).all()
-    assert 0 < record.peak_mem_bytes_min <= record.peak_mem_bytes_max <= record.peak_mem_bytes_expected
+    known = Known(record)
+    assert 0 < known.peak_mem_bytes_min <= known.peak_mem_bytes_max <= known.peak_mem_bytes_expected
     assert any(note.startswith("ranks 0, 63 of 64, alone") for note in record.notes or ())
     assert json.dumps(record.provenance)
 

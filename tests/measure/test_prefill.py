@@ -13,6 +13,7 @@ from sp_bench.point import run_points
 from sp_bench.records.checking import problems_of
 from sp_bench.workload.exact_rows import ROWS
 from tests.support.points import point
+from tests.support.typed import Known
 from tests.workload.requests import prompting
 
 RANKS, HEADS = 3, 4
@@ -41,8 +42,9 @@ def test_records_of_measured_prompts(tmp_path: Path) -> None:
     requests = [point(*SMALL, *asked, f"method={name}") for name in ("ring", "pass_q")]
     outcomes = run_points(requests, folder=tmp_path, reuse=False)
     assert [problems_of(path) for path in tmp_path.glob("*.json") if path.name.count(".") == 1] == [[], []]
-    for record in (outcome.record for outcome in outcomes):
-        assert (record.status, record.mode, record.error) == ("ok", "measure", None)
+    for outcome in outcomes:
+        record = Known(outcome.record)
+        assert (record.status, record.mode, outcome.record.error) == ("ok", "measure", None)
         assert (record.chunks, record.prefill_chunk, record.prefill_cached) == (3, 60, 30)
         assert record.comm_bytes_per_gpu == pytest.approx(record.comm_bytes_expected)
         assert 0 < max(record.err_out, record.err_timed_out) < 2e-6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ Block = tuple[int, int]
 
 def received_before(steps: list[Step], q: Tensor) -> Iterator[tuple[Step, int, int]]:
     """Each step with the Q and KV chunks that are there when it begins, the rank's own included."""
-    have = Counter({q: 1, KV: 1})
+    have: Counter[Tensor | None] = Counter({q: 1, KV: 1})
     for step in steps:
         yield step, have[q], have[KV]
         have[step.transfer] += 1
@@ -55,7 +56,7 @@ def assert_blocks(steps: list[Step], a: int, b: int, q: Tensor, c: Mapping[Tenso
     assert sorted(block for step in steps for block in step.blocks) == [(u, v) for u in range(a) for v in range(b)]
     for step, have_q, have_kv in received_before(steps, q):
         assert all(u < have_q and v < have_kv for u, v in step.blocks), f"{step} with {have_q} Q and {have_kv} KV"
-        assert len(step.blocks) <= c.get(step.transfer, 1)
+        assert len(step.blocks) <= (c.get(step.transfer, 1) if step.transfer else 1)
 
 
 def assert_sent_complete(steps: list[Step], a: int, b: int, lines: Mapping[Tensor, int]) -> None:
@@ -63,7 +64,7 @@ def assert_sent_complete(steps: list[Step], a: int, b: int, lines: Mapping[Tenso
     done: set[Block] = set()
     sent = dict.fromkeys(lines, 0)
     for step in steps:
-        if step.transfer in lines:
+        if step.transfer and step.transfer in lines:
             sent[step.transfer] += 1
             line, axis = sent[step.transfer], lines[step.transfer]
             needed = {(line, v) for v in range(b)} if axis == 0 else {(u, line) for u in range(a)}
@@ -152,7 +153,7 @@ def groups_of(a: int, b: int, placement: str) -> tuple[Group, Group]:
 
 
 @given(st.sampled_from([1, 2, 4, 6, 9, 12, 16]), st.sampled_from(["q", "kv"]), st.data())
-def test_plans_follow_their_schedules(n: int, placement: str, data: st.DataObject) -> None:
+def test_plans_follow_their_schedules(n: int, placement: Literal["q", "kv"], data: st.DataObject) -> None:
     """The plan's blocks and transfers are the schedule's, in its order and steps."""
     a, b = data.draw(st.sampled_from(tiles(n)))
     costs = data.draw(st.just(COMPUTE_BOUND) | cost_profiles())
@@ -182,7 +183,7 @@ def test_plans_follow_their_schedules(n: int, placement: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize(("lanes", "expected"), [("one", {"rings"}), ("each", {"odoq", "kv", "dq", "dkv"})])
-def test_lanes(lanes: str, expected: set[str]) -> None:
+def test_lanes(lanes: Literal["one", "each"], expected: set[str]) -> None:
     plan = Mesh(tile=(3, 3), lanes=lanes).backward(small_problem(9), COMPUTE_BOUND)
     assert set(plan.lanes) == expected
     assert all(op.lane == op.reads[0].tensor.name for op in plan.ops if isinstance(op, Pass)) == (lanes == "each")
@@ -244,7 +245,7 @@ def test_kv_placement_is_proven_and_sends_what_q_placement_does(n: int) -> None:
             np.testing.assert_equal(account.volume(plan, problem).by_rank, by_paper.by_rank)
 
 
-def across_nodes(tile: tuple[int, int], placement: str, phase: str, problem: Problem) -> np.ndarray:
+def across_nodes(tile: tuple[int, int], placement: Literal["q", "kv"], phase: str, problem: Problem) -> np.ndarray:
     """Bytes that each rank sends to other nodes of 8."""
     plan = Mesh(tile=tile, placement=placement).plan(problem, phase, COMPUTE_BOUND)
     return account.sent_across_nodes(plan, problem, lambda ranks: ranks // 8)
@@ -259,12 +260,13 @@ def test_only_the_groups_that_are_not_consecutive_cross_nodes(kv_heads: int) -> 
     """8x8 on nodes of 8: a consecutive group is a node, and every hop of the others leaves it."""
     problem, tile = with_kv_heads(64, kv_heads), (8, 8)
     size = {tensor: problem.chunk_bytes(tensor, wire=True) for tensor in (Q, KV, O, ODOQ, DQ, DKV)}
-    for placement, phase, crossing in (
+    cases: list[tuple[Literal["q", "kv"], str, float]] = [
         ("q", "forward", size[KV]),
         ("kv", "forward", size[Q] + size[O]),
         ("q", "backward", size[KV] + size[DKV]),
         ("kv", "backward", size[ODOQ] + size[DQ]),
-    ):
+    ]
+    for placement, phase, crossing in cases:
         assert (across_nodes(tile, placement, phase, problem) == 7 * crossing).all()
 
 

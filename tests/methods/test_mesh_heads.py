@@ -23,8 +23,8 @@ from tests.support.problems import cost_profiles, mask_of
 
 
 def problem(n: int, heads: int, kv_heads: int, layout: str = "striped", *, causal: bool = True) -> Problem:
-    shape = dict(heads=heads, kv_heads=kv_heads, head_dim=8)
-    return Problem(n=n, seqlen=4 * n, **shape, mask=mask_of(causal), layout=LAYOUTS[layout])
+    mask = mask_of(causal)
+    return Problem(n=n, seqlen=4 * n, heads=heads, kv_heads=kv_heads, head_dim=8, mask=mask, layout=LAYOUTS[layout])
 
 
 @given(st.sampled_from([1, 2, 6, 8, 12, 16, 24]), st.sampled_from(sorted(LAYOUTS)), st.data())

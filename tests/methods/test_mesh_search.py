@@ -16,6 +16,7 @@ from sp_bench.methods.mesh import tiles
 from sp_bench.methods.mesh_schedule import backward_schedule, forward_schedule
 from sp_bench.methods.mesh_search import place, search, steps_of
 from sp_bench.methods.mesh_times import TileTimes
+from sp_bench.methods.mesh_variants import Mesh
 from sp_bench.plan import CostProfile, Problem
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
@@ -23,6 +24,7 @@ from sp_bench.simulate import simulate
 from tests.support.clusters import cluster, problem
 from tests.support.problems import cost_profiles, small_problem
 from tests.support.tile_times import BACKWARD, FORWARD, greedy, in_turn, order_of, times
+from tests.support.typed import of_kind
 
 
 @given(times())
@@ -126,5 +128,9 @@ def test_refuses_other_slices(options: dict[str, object], why: str) -> None:
 
 def test_slices_that_auto_stands_for() -> None:
     p = small_problem(4)
-    found = build("mesh", {"tile": (2, 2), "schedule": "auto", "slices": "auto"}).candidates(p)
-    assert [(m.schedule, m.slices) for m in found] == [("paper", 1), ("searched", 1), ("searched", 2)]
+    mesh = of_kind(Mesh, build("mesh", {"tile": (2, 2), "schedule": "auto", "slices": "auto"}))
+    assert [(m.schedule, m.slices) for m in mesh.candidates(p)] == [
+        ("paper", 1),
+        ("searched", 1),
+        ("searched", 2),
+    ]

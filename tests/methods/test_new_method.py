@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,6 +35,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import PlanError
+from sp_bench.plan.tensors import Tensor
 from sp_bench.simulate import simulate
 from tests.support.clusters import cluster
 from tests.support.ranks import Ranks, group_of
@@ -66,7 +68,7 @@ class GatherHome(Method):
             steps.do(*return_home(dkv.at(s), "dkv"))
         return steps.plan("backward", problem.n, (odoq, kv), (dq, dkv))
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float]:
         hops = problem.n - 1
         return {KV: hops} if phase == "forward" else {KV: hops, DKV: hops}
 
@@ -85,7 +87,7 @@ def test_it_is_proven_counted_simulated_and_drawn(n: int) -> None:
         assert account.volume(plan, p).total_bytes == GatherHome().bytes_sent(p, phase)
         run = simulate(plan, p, on)
         assert run.makespan_s >= run.busy_s.max() > 0
-        assert (list(range(n)) == draw.assignment(plan, p).T).all(), "a rank computes its row"
+        assert (np.arange(n) == draw.assignment(plan, p).T).all(), "a rank computes its row"
 
 
 def test_it_is_refused_when_it_is_wrong() -> None:

@@ -19,6 +19,8 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import O
 from sp_bench.point.simulated import simulate_point
 from tests.support.points import point
+from tests.support.problems import cached_problem
+from tests.support.typed import Known
 
 STEP = ("workload=decode", "gpus=64", "heads=32", "kv_heads=8", "batch=32", "kv_seqlen=128k", "mode=simulate")
 
@@ -29,9 +31,8 @@ def tree(n: int, inner: int) -> TreeReduce:
 
 def step_of(n: int, inner: int) -> tuple[Problem, dict]:
     mask = Caches((40, 25, 31), share=4)
-    shape = {"seqlen": mask.seqlen, "kv_seqlen": mask.kv_seqlen, "heads": 2, "kv_heads": 2, "head_dim": 8}
     method = build("tree", {"inner": inner})
-    problem = method.dealt(Problem(n=n, **shape, mask=mask, layout=mask.layout("auto")))
+    problem = method.dealt(cached_problem(n, mask, heads=2, head_dim=8))
     return problem, {"forward": method.plan(problem, "forward", COMPUTE_BOUND)}
 
 
@@ -74,7 +75,7 @@ def test_groups_of_unequal_size_are_refused() -> None:
 
 def test_a_tree_of_nodes_crosses_them_with_one_chunk_for_each() -> None:
     """Shyam et al. 2024, section 5: inside nodes first. Helix sends every partial straight to its owner."""
-    trees, helix = (simulate_point(point(*STEP, f"method={name}"))[0] for name in ("tree", "helix"))
+    trees, helix = (Known(simulate_point(point(*STEP, f"method={name}"))[0]) for name in ("tree", "helix"))
     assert trees.variant == "inner 8"
     assert trees.comm_bytes_per_gpu == trees.comm_bytes_expected == helix.comm_bytes_per_gpu
     assert 8 * trees.comm_bytes_across_nodes_max == helix.comm_bytes_across_nodes_max
@@ -84,7 +85,7 @@ def test_a_tree_of_nodes_crosses_them_with_one_chunk_for_each() -> None:
 
 def test_rounds_follow_one_another() -> None:
     """Each pays its latency, and merges before the next one begins."""
-    record, _ = simulate_point(point(*STEP, "gpus=8", "method=tree", "method.inner=1"))
+    record = Known(simulate_point(point(*STEP, "gpus=8", "method=tree", "method.inner=1"))[0])
     network = point(*STEP, "gpus=8", "method=tree").cluster.network(8)
     latency_s = float(network.routes_to((np.arange(8) + 1) % 8).latency_s.max())
     assert record.step_ms_median - record.compute_ms > 3 * 1e3 * latency_s

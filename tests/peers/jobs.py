@@ -115,19 +115,25 @@ def run(cases: Sequence[Case]) -> dict[Case, Found]:
             shard(x[: case.batch], layout, dist.get_rank(), n) for x in inputs(seqlen, case.kv_heads, case.dtype)
         )
         engine = PeerEngine(case.peer, problem, PHASES)
-        sent = {}
-        for _ in range(2):
-            engine.transport.sent_bytes.clear()
-            out, saved = engine.forward(q, k, v)
-            sent["forward"] = dict(engine.transport.sent_bytes)
-            engine.transport.sent_bytes.clear()
-            gradients = engine.backward(dout, saved)
-            sent["backward"] = dict(engine.transport.sent_bytes)
-        whole = [unshard(x, layout, None, n) for x in (out, *gradients)]
+        _both_phases(engine, q, k, v, dout)
+        results, sent = _both_phases(engine, q, k, v, dout)
+        whole = [unshard(x, layout, None, n) for x in results]
         wanted = [x[: case.batch] for x in reference(seqlen, case.kv_heads, case.dtype, case.mask)]
         errors = _apart(whole, wanted)
         found[case] = Found(errors, {phase: {op[0]: size for op, size in ops.items()} for phase, ops in sent.items()})
     return found
+
+
+def _both_phases(engine: PeerEngine, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[list[Tensor], dict]:
+    """[out, dq, dk, dv], and by phase the bytes sent by operation."""
+    sent = {}
+    engine.transport.sent_bytes.clear()
+    out, saved = engine.forward(q, k, v)
+    sent["forward"] = dict(engine.transport.sent_bytes)
+    engine.transport.sent_bytes.clear()
+    gradients = engine.backward(dout, saved)
+    sent["backward"] = dict(engine.transport.sent_bytes)
+    return [out, *gradients], sent
 
 
 def beside_ours(cases: Sequence[Case], method: str) -> dict[Case, dict[str, float]]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -131,7 +131,8 @@ def test_auto_is_the_balanced_algorithm_or_the_default() -> None:
 
 
 def test_flash_attn_is_for_gpus_and_its_stand_in_for_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    peer, device = DeepSpeedUlysses(mask=CAUSAL), {"mode": "measure", "kernel": "auto"}
+    peer = DeepSpeedUlysses(mask=CAUSAL)
+    device: dict[str, Any] = {"mode": "measure", "kernel": "auto"}
     assert (peer.kernel_on("cpu"), peer.kernel_on("cuda")) == ("aten_cpu", "flash_attn")
     peer.refuse_run(device="cpu", **device)
     with pytest.raises(RequestError, match="flash_attn is not installed, and what stands in .* pip install flash-attn"):

@@ -40,6 +40,11 @@ def assert_close(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], dtype: tor
         assert relative_error(x, y) <= 2 * TOLERANCE[dtype]
 
 
+def nans_like(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Places for their gradients."""
+    return torch.full_like(q, torch.nan), torch.full_like(k, torch.nan), torch.full_like(v, torch.nan)
+
+
 @dtypes
 @masks
 @pytest.mark.parametrize(("queries", "keys"), SIZES)
@@ -51,12 +56,12 @@ def test_forward_and_backward(dtype: torch.dtype, causal: bool, queries: int, ke
     scale = q.shape[3] ** -0.5
     out, lse, *_ = stand_in._flash_attn_forward(q, k, v, 0.0, scale, causal, -1, -1, 0.0, None, False)
     torch.testing.assert_close(lse.double(), exact.lse, rtol=0, atol=1e-3)
-    gradients = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
-    stand_in._flash_attn_backward(dout, q, k, v, out, lse, *gradients, 0.0, scale, causal, -1, -1, 0.0, None, False)
+    dq, dk, dv = gradients = nans_like(q, k, v)
+    stand_in._flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None, False)
     assert_close((out, *gradients), (exact.out, *exact[2:]), dtype)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = stand_in.flash_attn_func(*leaves, causal=causal)
-    assert_close((out.detach(), *torch.autograd.grad(out, leaves, dout)), (exact.out, *exact[2:]), dtype)
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    out = stand_in.flash_attn_func(q, k, v, causal=causal)
+    assert_close((out.detach(), *torch.autograd.grad(out, (q, k, v), dout)), (exact.out, *exact[2:]), dtype)
 
 
 @masks
@@ -71,8 +76,8 @@ def test_packed_sequences(causal: bool) -> None:
     scale = q.shape[2] ** -0.5
     out, lse, *_ = stand_in._flash_attn_varlen_forward(q, k, v, *sizes, 0.0, scale, causal)
     assert lse.shape == (q.shape[1], q.shape[0])
-    gradients = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
-    stand_in._flash_attn_varlen_backward(dout, q, k, v, out, lse, *gradients, *sizes, 0.0, scale, causal)
+    dq, dk, dv = gradients = nans_like(q, k, v)
+    stand_in._flash_attn_varlen_backward(dout, q, k, v, out, lse, dq, dk, dv, *sizes, 0.0, scale, causal)
     wanted = (torch.cat([x[0] for x in field]) for field in zip(*((a.out, *a[2:]) for a in answers), strict=True))
     assert_close((out, *gradients), tuple(wanted), torch.float64)
 

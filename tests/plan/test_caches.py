@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from sp_bench.plan.caches import CacheBlocks, Caches
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.ops import PlanError
 from sp_bench.plan.problem import Problem
+from tests.support.problems import cached_problem
 
 METHODS = sorted(method.name for method in REGISTRY.values() if method.takes_caches)
 
@@ -28,8 +31,7 @@ def problems(draw: st.DrawFn, most: int = 6) -> Problem:
     lengths = draw(st.lists(st.integers(least, 40), min_size=1, max_size=6))
     mask = Caches(tuple(lengths), new, share, page)
     kv_heads = draw(st.integers(1, 3))
-    shape = {"seqlen": mask.seqlen, "kv_seqlen": mask.kv_seqlen, "heads": kv_heads, "kv_heads": kv_heads}
-    return Problem(n=n, **shape, head_dim=8, mask=mask, dtype="float32", layout=mask.layout("auto"))
+    return replace(cached_problem(n, mask, heads=kv_heads, head_dim=8), dtype="float32")
 
 
 def sees(problem: Problem) -> np.ndarray:
@@ -104,8 +106,7 @@ def test_published_bytes() -> None:
     to the others, B * heads * head_dim * (n - 1) / n, whatever the length. vLLM's DCP gathers as much of Q before.
     """
     mask = Caches((2**20,) * 8, share=16)
-    shape = {"seqlen": mask.seqlen, "kv_seqlen": mask.kv_seqlen, "heads": 8, "kv_heads": 8, "head_dim": 128}
-    problem = Problem(n=8, **shape, mask=mask, layout=mask.layout("auto"))
+    problem = cached_problem(8, mask, heads=8, head_dim=128)
     payload = 8 * (16 * 8) * 128 * 2 * 7 / 8
     for name, times in (("helix", 1), ("dcp", 2), ("pass_q", 2)):
         method = build(name, {})
@@ -116,8 +117,7 @@ def test_published_bytes() -> None:
 
 def test_a_plan_without_what_all_ranks_hold_is_refused() -> None:
     mask = Caches((30, 20), share=2)
-    shape = {"seqlen": mask.seqlen, "kv_seqlen": mask.kv_seqlen, "heads": 2, "kv_heads": 2, "head_dim": 8}
-    problem = Problem(n=4, **shape, mask=mask, layout=mask.layout("auto"))
+    problem = cached_problem(4, mask, heads=2, head_dim=8)
     method = build("helix", {})
     plan = method.plan(method.dealt(problem), "forward", COMPUTE_BOUND)
     with pytest.raises(PlanError, match="the plan's inputs"):

@@ -60,7 +60,7 @@ def test_blocks_with_other_keys_compute_each_unmasked_pair_once(mask: Mask, case
         np.testing.assert_array_equal(times_computed(blocks.regions_of(kind), len(queries), len(keys)), wanted)
         assert blocks.pairs[kind] == wanted.sum()
         total += wanted.sum()
-        for side, seen_there in ((False, wanted.any(1)), (True, wanted.any(0))):
+        for side, seen_there in ((False, np.asarray(wanted.any(1))), (True, np.asarray(wanted.any(0)))):
             part = blocks.parts(keys=side)[kind]
             over = round((part.share - _stretch(seen_there)) * len(seen_there), 9) if wanted.any() else 0
             assert over in (0, 1), "all that is seen, and of a strict block a row that sees nothing"

@@ -14,6 +14,7 @@ from sp_bench.point.simulated import simulate_point
 from sp_bench.records.checking import problems_of
 from sp_bench.records.workloads import workload_id
 from tests.support.points import point
+from tests.support.typed import Known
 
 STEP = ("workload=decode", "gpus=8", "heads=32", "kv_heads=8", "batch=16", "kv_seqlen=128k", "mode=simulate")
 SMALL = ("workload=decode", "cluster=local", "heads=4", "kv_heads=2", "head_dim=16", "iters=2", "warmup=0")
@@ -141,6 +142,7 @@ def test_caches_of_pages_are_rounded_up() -> None:
     of_key = 8 * 2 * 128 * 2
     assert runs.cache_bytes == (12800 + 2501 + 1024) * of_key and runs.cache_page_tokens is None
     assert pages.cache_bytes == 1024 * (13 + 3 + 1) * of_key and pages.cache_page_tokens == 1024
+    runs, pages = Known(runs), Known(pages)
     assert pages.work_imbalance > runs.work_imbalance
     assert runs.compute_ms < pages.compute_ms < 17 / 16 * runs.compute_ms
     assert pages.comm_bytes_per_gpu == runs.comm_bytes_per_gpu

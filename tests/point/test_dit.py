@@ -15,16 +15,17 @@ from sp_bench.point.choose import DeviceMemoryError, choose
 from sp_bench.point.prefill import least_compute_s, phases_ms, simulate_prefill
 from sp_bench.point.simulated import simulate_point
 from sp_bench.point.training import simulate_training
-from sp_bench.records import Record
 from sp_bench.records.checking import problems_of
+from sp_bench.workload import Train
 from tests.support.points import point
+from tests.support.typed import Known, of_kind
 
 FLUX = ("cluster=h100_ndr400", "model=flux_like", "phase=forward")
 WAN = ("cluster=h100_ndr400", "model=wan_like")
 
 
-def step(*overrides: str) -> Record:
-    return simulate_prefill(point(*overrides))
+def step(*overrides: str) -> Known:
+    return Known(simulate_prefill(point(*overrides)))
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses", "mesh"])
@@ -32,18 +33,19 @@ def test_without_text_it_is_the_forward_of_all_layers(method: str) -> None:
     """Attentions are attention points; matrices take as long as in a training step, but for modulations and loss."""
     asked = (f"method={method}", "gpus=8", "seqlen=64k", "model.text_tokens=0")
     record, one = step(*FLUX, *asked), step(*FLUX, *asked, "model.layers=1")
-    attention = simulate_point(point(*FLUX, "workload=attention", f"method={method}", "gpus=8", "seqlen=64k"))[0]
-    assert (record.status, record.model, record.text, record.text_tokens) == ("ok", "flux_like", None, None)
-    assert (record.chunks, record.ttft_s, record.losses, record.gradients_bytes) == (None,) * 4
+    attention = Known(simulate_point(point(*FLUX, "workload=attention", f"method={method}", "gpus=8", "seqlen=64k"))[0])
+    raw = record.record
+    assert (raw.status, raw.model, raw.text, raw.text_tokens) == ("ok", "flux_like", None, None)
+    assert (raw.chunks, raw.ttft_s, raw.losses, raw.gradients_bytes) == (None,) * 4
     assert record.attention_ms == pytest.approx(57 * attention.step_ms_median) == pytest.approx(57 * one.attention_ms)
     assert record.step_ms_median == record.forward_ms_median
-    assert record.step_ms_median == pytest.approx((record.attention_ms or 0) + (record.dense_ms or 0))
+    assert record.step_ms_median == pytest.approx(record.attention_ms + record.dense_ms)
     assert record.comm_bytes_per_gpu == record.comm_bytes_expected == 57 * attention.comm_bytes_per_gpu
     assert record.bound_ms <= record.step_ms_median and record.tokens_per_s == pytest.approx(
         2**16 / record.step_ms_median * 1e3
     )
     trained = point(*FLUX[:2], *asked)
-    costs = trained.workload.costs(trained.problem, trained.cluster.device)  # pyright: ignore[reportAttributeAccessIssue]
+    costs = of_kind(Train, trained.workload).costs(trained.problem, trained.cluster.device)
     layers_ms = 1e3 * 57 * costs.layer_s("forward")
     assert layers_ms < record.dense_ms < 1.05 * layers_ms
 
@@ -87,7 +89,7 @@ def test_cross_attention_is_local() -> None:
     """It adds matrices and blocks on each rank, and sends nothing."""
     asked = (*WAN, "method=ulysses", "gpus=8", "seqlen=75600")
     with_text, without = step(*asked), step(*asked, "model.text_tokens=0")
-    assert (with_text.text, with_text.text_tokens, without.text) == ("cross", 512, None)
+    assert (with_text.text, with_text.text_tokens, without.record.text) == ("cross", 512, None)
     assert with_text.comm_bytes_per_gpu == without.comm_bytes_per_gpu
     assert with_text.attention_ms == pytest.approx(without.attention_ms)
     assert with_text.parameters - without.parameters == 40 * 4 * 5120**2
@@ -113,7 +115,7 @@ def test_what_does_not_fit_says_so() -> None:
 
 def test_phases_and_bounds_of_other_readers() -> None:
     request = point(*FLUX, "method=ring", "gpus=8", "seqlen=32k")
-    record = simulate_prefill(request)
+    record = Known(simulate_prefill(request))
     assert phases_ms(request, request.cluster) == {"forward": pytest.approx(record.step_ms_median)}
     assert 0 < least_compute_s(request) <= record.step_ms_median / 1e3
 
@@ -139,11 +141,11 @@ def test_measured_records_hold_together(tmp_path: Path) -> None:
     request = point("model=tiny_dit", "phase=forward", "method=ring", "gpus=2", "seqlen=128", "model.text_tokens=8",
                     "cluster=local", "iters=2", "warmup=1")  # fmt: skip
     (outcome,) = run_points([request], folder=tmp_path, reuse=False)
-    record = outcome.record
-    assert (record.status, record.mode, record.text_tokens, record.losses) == ("ok", "measure", 8, None)
+    record = Known(outcome.record)
+    assert (record.status, record.mode, record.text_tokens, outcome.record.losses) == ("ok", "measure", 8, None)
     assert 0 < record.err_out < 1e-5 and 0 < record.err_timed_out < 1e-5
     assert record.comm_bytes_per_gpu == record.comm_bytes_expected > 0
-    assert record.attention_ms > 0 and record.dense_ms > 0 and record.loss_ms is None
+    assert record.attention_ms > 0 and record.dense_ms > 0 and outcome.record.loss_ms is None
     tokens, element = 128 // 2 + 8, 4
     assert record.parameters_bytes == element * record.parameters
     assert record.activations_bytes == element * tokens * 2 * (64 + 256)

@@ -12,6 +12,7 @@ from sp_bench.point.choose import choose_attentions
 from sp_bench.point.training import least_compute_s, simulate_training
 from sp_bench.records import Record
 from sp_bench.records.work import step_flops
+from tests.support.typed import Known
 from tests.workload.requests import point
 
 SIMULATED = ("cluster=h100_ndr400", "dtype=bfloat16", "mode=simulate")
@@ -34,8 +35,9 @@ def step(*overrides: str) -> Record:
 def test_a_step_is_the_sum_of_its_layers(words: str) -> None:
     """A quarter of them as where all see all, and three as where none does."""
     given = (*EIGHT, *words.split())
-    full, windowed, both = step(*given), step(*given, *WINDOW), step(*given, *WINDOW, BOTH)
-    assert (both.full_layers, full.full_layers, windowed.full_layers) == (8, None, None)
+    steps = [step(*given), step(*given, *WINDOW), step(*given, *WINDOW, BOTH)]
+    assert [one.full_layers for one in steps] == [None, None, 8]
+    full, windowed, both = map(Known, steps)
     assert both.full_attention_ms == pytest.approx(full.attention_ms / 4)
     names = ("forward_ms_median", "backward_ms_median", "update_ms_median", "attention_ms", "attention_exposed_ms")
     names += ("dense_ms", "tensor_sum_ms", "compute_ms", "comm_bytes_per_gpu", "gradient_sync_ms")
@@ -54,9 +56,9 @@ def test_a_step_is_the_sum_of_its_layers(words: str) -> None:
 def test_one_layout_is_chosen_by_the_step_of_both_kinds(model: str, chosen: str) -> None:
     """Where most layers have a wide window it is theirs, and where half have a narrow one that of the others."""
     given = (f"model={model}", "method=ring", "gpus=16", "seqlen=128k", "train.parameters=sharded")
-    each = {layout: step(*given, f"method.layout={layout}") for layout in ("contiguous", "striped", "zigzag")}
+    each = {layout: Known(step(*given, f"method.layout={layout}")) for layout in ("contiguous", "striped", "zigzag")}
     fastest = min(each, key=lambda layout: each[layout].attention_ms)
-    found = step(*given)
+    found = Known(step(*given))
     assert found.layout == fastest == chosen
     assert found.step_ms_median == each[fastest].step_ms_median
     assert found.validation.startswith("not validated") and "whole sequences and mask=window" in found.validation
@@ -72,7 +74,7 @@ def test_each_kind_has_the_variant_that_is_its_fastest() -> None:
     for one in (full, windowed):
         timed = [row["step_ms"] for row in one.candidates or () if row["step_ms"] is not None]
         assert 1e3 * one.total_s == pytest.approx(min(timed))
-    record = simulate_training(request)
+    record = Known(simulate_training(request))
     assert record.variant == f"{full.variant}; {windowed.variant}"
     assert least_compute_s(request) < record.step_ms_median / 1e3
 
@@ -105,8 +107,8 @@ def test_measured_layers_of_two_kinds_are_exact(tmp_path: Path) -> None:
         "parts=false",
     )
     request = point(*own, "dtype=float64", "iters=1", "warmup=0", "seqlen=128")
-    record = run_points([request], folder=tmp_path, reuse=False)[0].record
-    assert (record.status, record.full_layers, record.window) == ("ok", 1, [40, 0]), record.error
+    record = Known(run_points([request], folder=tmp_path, reuse=False)[0].record)
+    assert (record.status, record.full_layers, record.window) == ("ok", 1, [40, 0])
     assert max(record.err_loss, record.err_gradient, record.err_timed_out, record.err_timed_dk) < 1e-12
     assert 0 < record.full_attention_ms < record.attention_ms
 

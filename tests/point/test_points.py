@@ -36,6 +36,7 @@ from sp_bench.simulate.graph import NEARLY
 from sp_bench.workload import GateErrors
 from tests.support.made_records import made
 from tests.support.points import point
+from tests.support.typed import Known, there
 
 T = TypeVar("T")
 
@@ -68,10 +69,10 @@ def test_any_key_of_a_cluster_can_be_given() -> None:
 def test_a_tile_that_does_not_fit_is_not_taken() -> None:
     free = choose(point("gpus=64", "seqlen=256k"))
     peaks = {(row["tile_a"], row["tile_b"]): row["peak_mem_bytes"] for row in free.candidates or ()}
-    taken = free.method.tile_shape(64)
+    taken = there(free.method.tile_shape(64))
     limit = peaks[taken] - 1
     tight = choose(point("gpus=64", "seqlen=256k", f"cluster.device.memory_bytes={limit}"))
-    assert peaks[tight.method.tile_shape(64)] <= limit
+    assert peaks[there(tight.method.tile_shape(64))] <= limit
     assert tight.total_s >= free.total_s
     refused = {(r["tile_a"], r["tile_b"]) for r in tight.candidates or () if "refused" in r}
     assert refused == {tile for tile, peak in peaks.items() if peak > limit}
@@ -164,7 +165,7 @@ def test_a_simulated_backward_is_that_of_both(method: str) -> None:
     assert only.step_ms_median == only.backward_ms_median == pytest.approx(both.backward_ms_median)
     for name in ("comm_bytes_per_gpu", "comm_bytes_expected", "comm_bytes_lower_bound", "bound_ms"):
         assert getattr(only, name) == pytest.approx(getattr(both, name) - getattr(forward, name)), name
-    assert only.peak_mem_bytes_expected <= both.peak_mem_bytes_expected
+    assert Known(only).peak_mem_bytes_expected <= Known(both).peak_mem_bytes_expected
     assert (only.status, only.workload) == ("ok", "attention")
 
 
@@ -190,7 +191,8 @@ def test_a_record_tells_the_variant_and_the_busiest_rank(tmp_path: Path) -> None
     assert (startrail.variant, ulysses.variant, ring.variant) == ("C=2", None, "1x8")
     assert gather.variant == "stride 32 fused", "a ring has nothing to fuse"
     assert startrail.candidates is ulysses.candidates is None
-    assert startrail.comm_bytes_busiest_gpu > startrail.comm_bytes_per_gpu == startrail.comm_bytes_expected
+    busiest = Known(startrail).comm_bytes_busiest_gpu
+    assert busiest > Known(startrail).comm_bytes_per_gpu == startrail.comm_bytes_expected
     assert ulysses.comm_bytes_busiest_gpu == ulysses.comm_bytes_per_gpu == ulysses.comm_bytes_lower_bound
     assert records.read_all(tmp_path)[0].schema_version == records.SCHEMA_VERSION
 
@@ -203,8 +205,8 @@ def test_each_rank_s_time_stands_beside_the_record(tmp_path: Path) -> None:
         f"{phase}_{what}_ms": 8 for phase in ("forward", "backward") for what in ("busy", "exposed", "idle")
     }
     for phase, total in (
-        ("forward", outcome.record.forward_ms_median),
-        ("backward", outcome.record.backward_ms_median),
+        ("forward", Known(outcome.record).forward_ms_median),
+        ("backward", Known(outcome.record).backward_ms_median),
     ):
         busy, exposed, idle = (np.array(ranks[f"{phase}_{what}_ms"]) for what in ("busy", "exposed", "idle"))
         np.testing.assert_allclose(busy + exposed + idle, total)
@@ -300,8 +302,8 @@ def test_busy_cores_are_shown_where_ticks_can_tell(
 ) -> None:
     """By the time that they were counted in, whatever the median of the steps is."""
     alone = {"compute_only_core_ms_mean": 2400.0, "communication_only_core_ms_mean": transfers_ms}
-    times = {"step_ms_median": 1500.0, "core_window_ms_mean": window_ms, "iters": 5}
-    assert busy_cores(made(**times, core_ms_mean=core_ms, **alone)) == cell
+    times = {"core_window_ms_mean": window_ms, "core_ms_mean": core_ms, **alone}
+    assert busy_cores(made(step_ms_median=1500.0, iters=5, **times)) == cell
 
 
 def test_no_more_cores_are_busy_than_there_are() -> None:

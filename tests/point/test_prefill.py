@@ -11,21 +11,22 @@ from sp_bench.point import run_points
 from sp_bench.point.choose import DeviceMemoryError
 from sp_bench.point.prefill import least_compute_s, phases_ms, simulate_prefill
 from sp_bench.point.simulated import simulate_point
-from sp_bench.records import Record
 from sp_bench.records.checking import problems_of
+from sp_bench.workload import Train
 from tests.support.points import point
+from tests.support.typed import Known, of_kind
 
 SHAPE = ("gpus=8", "heads=32", "kv_heads=8", "cluster=h100_ndr400")
 PROMPT = (*SHAPE, "workload=prefill")
 LLAMA = ("gpus=8", "cluster=h100_ndr400", "model=llama3_8b", "workload=prefill")
 
 
-def prompt(*overrides: str) -> Record:
-    return simulate_prefill(point(*PROMPT, *overrides))
+def prompt(*overrides: str) -> Known:
+    return Known(simulate_prefill(point(*PROMPT, *overrides)))
 
 
-def attention(*overrides: str) -> Record:
-    return simulate_point(point(*SHAPE, "phase=forward", *overrides))[0]
+def attention(*overrides: str) -> Known:
+    return Known(simulate_point(point(*SHAPE, "phase=forward", *overrides))[0])
 
 
 @pytest.mark.parametrize("method", ["ring", "usp", "mesh"])
@@ -35,11 +36,12 @@ def test_a_prompt_in_one_piece_is_an_attention_point(method: str) -> None:
     names = ("step_ms_median", "bound_ms", "bound_by", "compute_ms", "comm_bytes_per_gpu", "comm_bytes_expected",
              "comm_bytes_by_lane", "comm_bytes_by_link", "peak_mem_bytes_max", "mfu", "variant", "tokens_per_s",
              "comm_bytes_lower_bound", "work_imbalance", "rank_imbalance", "exposed_comm_ms")  # fmt: skip
-    assert {name: getattr(one, name) for name in names} == {
-        name: pytest.approx(value) if isinstance(value := getattr(same, name), float) else value for name in names
+    assert {name: getattr(one.record, name) for name in names} == {
+        name: pytest.approx(value) if isinstance(value := getattr(same.record, name), float) else value
+        for name in names
     }
     assert one.ttft_s == pytest.approx(one.step_ms_median / 1e3)
-    assert "attention of one layer" in " ".join(one.notes or ())
+    assert "attention of one layer" in " ".join(one.notes)
 
 
 @pytest.mark.parametrize("method", ["ring", "pass_q", "usp"])
@@ -51,11 +53,11 @@ def test_chunks_are_attention_points_behind_what_is_cached(method: str) -> None:
         for new, keys in (("8k", "24k"), ("8k", "32k"), ("4k", "36k"))
     ]
     assert whole.chunk_ms == pytest.approx([part.step_ms_median for part in parts])
-    assert whole.step_ms_median == pytest.approx(sum(whole.chunk_ms or ()))
+    assert whole.step_ms_median == pytest.approx(sum(whole.chunk_ms))
     for name in ("comm_bytes_per_gpu", "comm_bytes_expected", "comm_bytes_lower_bound", "comm_bytes_busiest_gpu"):
         assert getattr(whole, name) == pytest.approx(sum(getattr(part, name) for part in parts)), name
-    assert whole.peak_mem_bytes_max == max(part.peak_mem_bytes_max or 0 for part in parts)
-    assert whole.bound_ms == pytest.approx(sum(part.bound_ms or 0 for part in parts))
+    assert whole.peak_mem_bytes_max == max(part.peak_mem_bytes_max for part in parts)
+    assert whole.bound_ms == pytest.approx(sum(part.bound_ms for part in parts))
     assert (whole.seqlen, whole.kv_seqlen) == (20 * 2**10, 36 * 2**10)
     assert whole.kv_cache_bytes == 36 * 2**10 // 8 * 2 * 8 * 128 * 2
 
@@ -71,12 +73,11 @@ def test_smaller_chunks_send_more_and_hold_less() -> None:
 
 @pytest.mark.parametrize("degree", [1, 2])
 def test_a_model_is_all_its_layers(degree: int) -> None:
-    divided = f"prefill.tensor_parallel={degree}"
-    record = simulate_prefill(point(*LLAMA, "method=ring", "seqlen=64k", "prefill.chunk=16k", divided))
-    one = simulate_prefill(point(*LLAMA, "method=ring", "seqlen=64k", "prefill.chunk=16k", divided, "model.layers=1"))
+    asked = (*LLAMA, "method=ring", "seqlen=64k", "prefill.chunk=16k", f"prefill.tensor_parallel={degree}")
+    record, one = (Known(simulate_prefill(point(*asked, *more))) for more in ((), ("model.layers=1",)))
     assert (record.status, record.model, record.chunks, record.tensor_parallel) == ("ok", "llama3_8b", 4, degree)
     parts = (record.attention_ms, record.dense_ms, record.tensor_sum_ms)
-    assert record.step_ms_median == pytest.approx(sum(x or 0 for x in parts)) == pytest.approx(sum(record.chunk_ms))
+    assert record.step_ms_median == pytest.approx(sum(parts)) == pytest.approx(sum(record.chunk_ms))
     assert record.attention_ms == pytest.approx(32 * one.attention_ms)
     assert (record.tensor_sum_ms > 0) == (degree > 1)
     assert record.bound_ms <= record.step_ms_median
@@ -92,8 +93,8 @@ def test_the_linears_are_those_of_a_training_steps_forward() -> None:
     """But for the loss: a prompt has the head for its last token alone."""
     asked = ("method=ring", "gpus=8", "cluster=h100_ndr400", "model=llama3_8b", "seqlen=64k")
     trained = point(*asked)
-    costs = trained.workload.costs(trained.problem, trained.cluster.device)  # pyright: ignore[reportAttributeAccessIssue]
-    record = simulate_prefill(point(*asked, "workload=prefill"))
+    costs = of_kind(Train, trained.workload).costs(trained.problem, trained.cluster.device)
+    record = Known(simulate_prefill(point(*asked, "workload=prefill")))
     layers_ms = 1e3 * 32 * costs.layer_s("forward")
     assert layers_ms < record.dense_ms < 1.004 * layers_ms, "the embedding and one row of logits"
     matrices = 2 * (8_030_261_248 - 2 * 128256 * 4096) * 2**16 + 2 * 128256 * 4096
@@ -119,7 +120,7 @@ def test_records_pass_their_own_check_and_say_which_prompt(tmp_path: Path) -> No
 
 def test_what_computes_is_part_of_the_whole() -> None:
     request = point(*LLAMA, "method=ring", "gpus=16", "seqlen=64k", "prefill.chunk=16k")
-    record = simulate_prefill(request)
+    record = Known(simulate_prefill(request))
     assert 0 < 1e3 * least_compute_s(request) <= record.compute_ms < record.step_ms_median
     assert phases_ms(request, request.cluster) == {"forward": pytest.approx(record.step_ms_median)}
 
@@ -128,7 +129,7 @@ def test_a_model_that_does_not_fit_says_what_would() -> None:
     with pytest.raises(DeviceMemoryError, match=r"a GPU holds in GB parameters 141.* prefill.tensor_parallel"):
         simulate_prefill(point(*LLAMA, "model=llama3_70b", "method=ring", "seqlen=64k"))
     fits = point(*LLAMA, "model=llama3_70b", "method=ring", "seqlen=64k", "gpus=16", "prefill.tensor_parallel=8")
-    assert simulate_prefill(fits).peak_mem_bytes_max < 80e9
+    assert Known(simulate_prefill(fits)).peak_mem_bytes_max < 80e9
 
 
 @pytest.mark.parametrize(

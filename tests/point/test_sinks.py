@@ -13,6 +13,7 @@ from sp_bench.point.training import simulate_training
 from sp_bench.records import Record
 from sp_bench.records.checking import problems_of
 from tests.support.points import point
+from tests.support.typed import Known
 
 SHAPE = ("gpus=8", "seqlen=64k", "heads=32", "kv_heads=8", "cluster=h100_ndr400", "method=ring")
 
@@ -24,14 +25,15 @@ def simulated(*overrides: str) -> Record:
 @pytest.mark.parametrize("phase", ["backward", "forward_backward"])
 def test_nothing_is_sent_but_the_sum_of_their_gradient(phase: str) -> None:
     """A number in fp32 for each of 32 heads, by a ring: 2 * 7 / 8 of them."""
-    with_sinks, without = simulated(f"phase={phase}", "sinks=true"), simulated(f"phase={phase}")
+    records = [simulated(f"phase={phase}", "sinks=true"), simulated(f"phase={phase}")]
+    assert [record.sinks for record in records] == [True, None]
+    with_sinks, without = map(Known, records)
     assert with_sinks.comm_bytes_per_gpu == without.comm_bytes_per_gpu + 2 * 7 * 32 * 4 // 8
     assert with_sinks.comm_bytes_per_gpu == with_sinks.comm_bytes_expected
     assert with_sinks.comm_bytes_by_lane["backward/sinks/all_reduce/sum"] == 224
     assert with_sinks.comm_bytes_by_link["port"] > without.comm_bytes_by_link["port"]
     assert 0 < with_sinks.step_ms_median - without.step_ms_median < 0.2, "14 steps of a ring of 8 GPUs"
-    assert with_sinks.forward_ms_median == without.forward_ms_median
-    assert (with_sinks.sinks, without.sinks) == (True, None)
+    assert with_sinks.record.forward_ms_median == without.record.forward_ms_median
 
 
 def test_a_forward_sends_what_it_sends_without() -> None:
@@ -59,8 +61,8 @@ def test_measured_points_with_sinks(tmp_path: Path) -> None:
     )
     requests = [point(*asked, "sinks=true", *one.split()) for one in each]
     for outcome in run_points(requests, folder=tmp_path, reuse=False):
-        record = outcome.record
-        assert (record.status, record.error) == ("ok", None)
+        record = Known(outcome.record)
+        assert (record.status, outcome.record.error) == ("ok", None)
         errors = (record.err_out, record.err_dq, record.err_dk, record.err_dv, record.err_dsinks)
         assert all(0 < error < 2e-6 for error in errors)
         assert record.comm_bytes_per_gpu == pytest.approx(record.comm_bytes_expected)

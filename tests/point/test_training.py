@@ -13,19 +13,21 @@ from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.lower.transports import NCCL
 from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.method import Method
 from sp_bench.point.choose import choose
 from sp_bench.point.training import longest, simulate_training
-from sp_bench.records import Record
 from sp_bench.simulate import simulate
 from sp_bench.simulate.beside import alone_s, beside, ring_traffic
 from sp_bench.simulate.graph import build_graph
+from sp_bench.workload import Train
+from tests.support.typed import Known, of_kind
 from tests.workload.requests import point
 
 LLAMA = ("model=llama3_8b", "cluster=h100_ndr400", "dtype=bfloat16")
 
 
-def step(*overrides: str) -> Record:
-    return simulate_training(point(*LLAMA, *overrides))
+def step(*overrides: str) -> Known:
+    return Known(simulate_training(point(*LLAMA, *overrides)))
 
 
 @pytest.mark.parametrize("method", ["ring", "mesh", "ulysses"])
@@ -60,8 +62,9 @@ def cluster_and_graph(nodes: int) -> tuple:
     """Ring on nodes of 4 GPUs."""
     request = point("model=none", "workload=attention", "method=ring", f"gpus={4 * nodes}", "cluster=h100_ndr400",
                     "cluster.gpus_per_node=4", "seqlen=64k", "dtype=bfloat16", "head_dim=128")  # fmt: skip
-    problem = request.method.dealt(request.problem)
-    plan = request.method.plan(problem, "forward", COMPUTE_BOUND)
+    method = of_kind(Method, request.method)
+    problem = method.dealt(request.problem)
+    plan = method.plan(problem, "forward", COMPUTE_BOUND)
     return request.cluster, problem, plan, build_graph(plan, problem, request.cluster, use_symmetry=False)
 
 
@@ -144,7 +147,7 @@ def test_max_is_the_longest_that_fits() -> None:
     request = point(*LLAMA, "method=ring", "gpus=8", "seqlen=max")
     seqlen = request.problem.seqlen
     assert seqlen % (8 * 128) == 0
-    assert simulate_training(request).peak_mem_bytes_max <= 80e9
+    assert Known(simulate_training(request)).peak_mem_bytes_max <= 80e9
     assert longest(request) == seqlen
     with pytest.raises(RequestError, match="GB are missing"):
         step("method=ring", "gpus=8", f"seqlen={seqlen + 8 * 128}")
@@ -160,7 +163,7 @@ def test_parameters_are_split_where_they_do_not_fit() -> None:
     for model, gpus, sharded in (("llama_1b", 8, False), ("llama3_8b", 8, True), ("llama_1b", 1, False)):
         method = "method=ring" if gpus > 1 else "method=reference"
         request = point(f"model={model}", *LLAMA[1:], method, f"gpus={gpus}", "seqlen=8k")
-        assert request.workload.sharded is sharded
+        assert of_kind(Train, request.workload).sharded is sharded
 
 
 def test_a_device_without_figures_of_matrix_products_is_refused() -> None:
@@ -183,8 +186,8 @@ def test_it_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def split(*overrides: str) -> Record:
-    return simulate_training(point("model=llama_1b", *LLAMA[1:], "method=ring", "seqlen=64k", *overrides))
+def split(*overrides: str) -> Known:
+    return Known(simulate_training(point("model=llama_1b", *LLAMA[1:], "method=ring", "seqlen=64k", *overrides)))
 
 
 def test_with_tensor_parallelism_a_gpu_has_a_part_of_the_heads_and_matrices() -> None:
@@ -330,12 +333,12 @@ def test_what_is_simulated_only_is_not_measured(key: str) -> None:
 def test_ranks_that_share_cores_take_longer_and_wait_for_collectives() -> None:
     """8 ranks on 2 cores: what all compute at once takes four times as long as on 2 ranks with as many tokens each."""
 
-    def on_cores(gpus: int, parameters: str) -> Record:
-        return simulate_training(
+    def on_cores(gpus: int, parameters: str) -> Known:
+        return Known(simulate_training(
             point("mode=simulate", "method=ring", f"gpus={gpus}", "cluster=shaped", "cluster.cores=2", "dtype=float32",
                   "cluster.device.matmul_tflops={float32: 0.03}", f"seqlen={512 * gpus}", "head_dim=64",
                   f"train.parameters={parameters}")
-        )  # fmt: skip
+        ))  # fmt: skip
 
     two, eight, sharded = on_cores(2, "replicated"), on_cores(8, "replicated"), on_cores(8, "sharded")
     assert eight.dense_ms == pytest.approx(4 * two.dense_ms)

@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import pandas as pd
 import pyarrow.parquet as pq
@@ -22,6 +23,7 @@ from sp_bench.records import Record
 from sp_bench.records.__main__ import main
 from sp_bench.records.tables import write_tables
 from tests.support.made_records import PLAIN, columns, made
+from tests.support.typed import Known
 
 FIELDS = [field.name for field in dataclasses.fields(Record)]
 NESTED = ("comm_bytes_by_lane", "comm_bytes_by_link", "candidates", "stragglers", "notes", "config", "provenance")
@@ -280,3 +282,19 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path):
     with pytest.raises(OSError, match="a.json"):
         records.write_whole(tmp_path / "a.json", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_tests_read_known_fields_as_what_they_are():
+    """`Known` declares those that are no numbers; a record's other fields are optional or not, and numbers."""
+    there = {name: set(get_args(kind) or (kind,)) - {NoneType} for name, kind in get_type_hints(Record).items()}
+    there.pop("how")
+    numbers = {name for name, kinds in there.items() if kinds <= {int, float, bool}}
+    declared = get_type_hints(Known)
+    assert declared.keys() == there.keys() - numbers
+    assert {name: {kind} for name, kind in declared.items()} == {name: there[name] for name in declared}
+    known = Known(made(mfu=0.4))
+    assert known.mfu == 0.4 and known.mode == "simulate"
+    with pytest.raises(AssertionError, match="ttft_s isn't known: ok, None"):
+        _ = known.ttft_s
+    with pytest.raises(AttributeError, match="no_field"):
+        _ = known.no_field

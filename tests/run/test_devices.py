@@ -202,7 +202,7 @@ def test_a_communicator_of_nccl_is_connected_at_once(monkeypatch: pytest.MonkeyP
             self.config = SimpleNamespace(max_ctas=-1)
 
     version = [2, 27, 3]
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: tuple(version))
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: tuple(version))
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("NCCL", (), {"Options": Options}), raising=False)
@@ -229,7 +229,7 @@ def test_a_communicator_of_nccl_is_connected_at_once(monkeypatch: pytest.MonkeyP
 
 def test_several_communicators_take_nccl_s_launch_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is NCCL's default nowhere: a process that says nothing gets it, and one that turns it off is refused."""
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
     monkeypatch.setattr(nccl, "own_group", lambda *ranks, **how: "group")
     options = SimpleNamespace(config=SimpleNamespace(max_ctas=-1))
     fake = type("NCCL", (), {"Options": staticmethod(lambda is_high_priority_stream: options)})

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sp_bench import SequenceParallelAttention
-from sp_bench.kernels import KERNELS
+from sp_bench.kernels.aten_cpu import AtenCpu
 from sp_bench.measure.pool import RankPool
 from sp_bench.run.attention import SequenceParallelAttention as Attention
 
 
-class Breaking(KERNELS["aten_cpu"]):  # pyright: ignore[reportGeneralTypeIssues]
+class Breaking(AtenCpu):
     """A kernel whose second block raises, on rank 0."""
 
     blocks = 0
     error: Exception
 
-    def _forward(self, q, k, v, causal):
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         self.blocks += 1
         if dist.get_rank() == 0 and self.blocks == 2:
             raise self.error
@@ -35,8 +37,8 @@ def break_then_use_again(error: Exception) -> list[str]:
         try:
             if broken:
                 engine = attn.engine(q, q, q)
-                engine.kernel = Breaking()
-                engine.kernel.error = error
+                kernel = engine.kernel = Breaking()
+                kernel.error = error
             attn(q, q, q)
             said.append("ok")
         except (RuntimeError, ValueError, MemoryError) as caught:
@@ -58,7 +60,7 @@ def test_the_group_is_refused_afterwards() -> None:
         assert repr(error) in said[1]
 
 
-def infer_then_train(method: str, **options: object) -> bool:
+def infer_then_train(method: str, **options: Any) -> bool:
     """An evaluation step in inference mode, then a training step of the same module, in bf16: lanes cast."""
     attn = SequenceParallelAttention(method, **options)
     q = torch.randn(1, 8, 2, 8, dtype=torch.bfloat16)

@@ -42,6 +42,7 @@ def test_agreement_on_one_rank(
     q, k, v = (torch.randn(2, tokens, heads, 16, generator=source) for heads in (4, kv_heads, kv_heads))
     ours = SequenceParallelAttention("ring", mask=documents(lengths, causal=causal, window=window))(q, k, v)
     block_mask = create_block_mask(mask_mod(lengths, causal, window), None, None, tokens, tokens, device="cpu")
-    theirs = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask, enable_gqa=True)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    theirs = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
     assert isinstance(theirs, Tensor)
     assert relative([difference(ours, theirs.transpose(1, 2).double())]) <= FLOORS["float32"]

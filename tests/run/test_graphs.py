@@ -140,8 +140,8 @@ def test_the_host_must_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_capture_waits_for_nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """An execution waits for the last one, unless its device has forgotten that."""
     device, graphs, (q, k, v) = alone()
-    monkeypatch.setattr(Capturing, "finished", property(lambda self: self.kept, lambda self, x: None), raising=False)
-    device.kept = device.record(device.current())
+    kept = device.record(device.current())
+    monkeypatch.setattr(Capturing, "finished", property(lambda self: kept, lambda self, x: None), raising=False)
     with device, pytest.raises(NotCapturable, match="from outside"):
         graphs.forward(q, k, v)
 

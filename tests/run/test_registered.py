@@ -17,7 +17,7 @@ from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.run import nccl
 from sp_bench.run.buffers import Buffers
-from sp_bench.run.nccl import NcclTransport, cta_policy_value
+from sp_bench.run.nccl import NcclTransport, Part, cta_policy_value
 from sp_bench.run.registered import Registered
 from tests.support.problems import splittable_problem
 
@@ -142,14 +142,14 @@ def test_lanes_have_the_policy(
 
     asked: list[tuple] = []
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("NCCL", (), {"Options": Options, **POLICIES}), raising=False)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 9))
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(nccl, "own_group", lambda *ranks, **how: asked.append((ranks, how)))
     options = TransportOptions(name="nccl", cta_policy=policy) if policy else DEFAULT_TRANSPORT
     monkeypatch.setattr(nccl, "gathered", lambda mine, group: [mine])
     transport = nccl.nccl_transport(None, torch.device("cuda", 0), {}, None, None, options)  # pyright: ignore
-    transport.communicator(0, (0, 1))
+    transport.communicator(0, (0, 1), Part.WHOLE)
     ((_, _, name), how) = asked[0]
     assert name.endswith(purpose)
     assert how["options"].config.cta_policy == expected

@@ -16,12 +16,12 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def forward_block(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
-    return _FORWARD(q, k, v, 0.0, is_causal)
+def forward_block(query: Tensor, key: Tensor, value: Tensor, **asked: object) -> tuple[Tensor, ...]:
+    return _FORWARD(query, key, value, dropout_p=0.0, **asked)
 
 
-def backward_block(*, grad_out, query, key, value, out, logsumexp, is_causal) -> tuple[Tensor, ...]:
-    return _BACKWARD(grad_out, query, key, value, out, logsumexp, 0.0, is_causal)
+def backward_block(query: Tensor, key: Tensor, value: Tensor, **asked: object) -> tuple[Tensor, ...]:
+    return _BACKWARD(query=query, key=key, value=value, dropout_p=0.0, **asked)
 
 
 def torch_attention(
@@ -33,12 +33,10 @@ def torch_attention(
 
     options = context_parallel._cp_options
     options.enable_load_balance = case.layout == "zigzag"
-    heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v, dout)]
-    out, lse = context_parallel._templated_ring_attention(
-        group, 2, forward_block, *heads_first[:3], is_causal=case.causal
-    )
+    q, k, v, dout = (x.transpose(1, 2).contiguous() for x in (q, k, v, dout))
+    out, lse = context_parallel._templated_ring_attention(group, 2, forward_block, q, k, v, is_causal=case.causal)
     grads = context_parallel._templated_ring_attention_backward(
-        group, 2, backward_block, heads_first[3], "grad_out", *heads_first[:3], out, lse, is_causal=case.causal
+        group, 2, backward_block, dout, "grad_out", q, k, v, out, lse, is_causal=case.causal
     )
     return [x.transpose(1, 2) for x in (out, *grads[:3])]
 

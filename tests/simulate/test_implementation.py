@@ -30,8 +30,8 @@ def cluster(name: str, implementation: Implementation = OURS) -> Cluster:
 
 def problem(layout: str, *, causal: bool = True, n: int = 8, tokens: int = 2048) -> Problem:
     mask = mask_of(causal)
-    shape = {"heads": 8, "kv_heads": 8, "head_dim": 128}
-    return Problem(n=n, seqlen=n * tokens, mask=mask, layout=mask.layout(layout), **shape)
+    of_mask = mask.layout(layout)
+    return Problem(n=n, seqlen=n * tokens, heads=8, kv_heads=8, head_dim=128, mask=mask, layout=of_mask)
 
 
 def planned(p: Problem, method: str, options: dict[str, object]) -> tuple[Plan, Problem]:
@@ -73,8 +73,8 @@ def test_blocks_that_wait_for_nothing_are_one_call() -> None:
         for joins in (True, False)
     )
     assert many == pytest.approx(7 * one, rel=1e-3)
-    ring = [run(p, UNFUSED.replace(joins_blocks=joins)).work_s for joins in (True, False)]
-    np.testing.assert_array_equal(*ring)
+    joined, single = (run(p, UNFUSED.replace(joins_blocks=joins)).work_s for joins in (True, False))
+    np.testing.assert_array_equal(joined, single)
 
 
 def test_a_slow_host_is_what_small_blocks_wait_for() -> None:

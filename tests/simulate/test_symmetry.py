@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sp_bench.cluster import Cluster
 from sp_bench.methods import build
-from sp_bench.plan import Problem
+from sp_bench.plan import Method, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
@@ -22,6 +22,7 @@ from tests.support.clusters import NETWORKS, on_network, split_problem
 from tests.support.marks import exhaustive
 from tests.support.points import point
 from tests.support.problems import all_methods, of_each_name
+from tests.support.typed import of_kind
 
 
 def both(plan, dealt: Problem, where: Cluster) -> tuple[Run, Run]:
@@ -92,7 +93,7 @@ def test_ranks_that_are_nearly_alike() -> None:
     """Zigzag blocks of half the queries and of half the keys differ a little; each rank is as slow as the slowest."""
     asked = ["method=ring", "method.layout=zigzag", "cluster=h100_ndr400", "gpus=16", "seqlen=512k"]
     request = point(*asked)
-    (choice,) = variants(request, [request.method])
+    (choice,) = variants(request, [of_kind(Method, request.method)])
     for plan in choice.plans.values():
         alike, whole = (simulate(plan, choice.problem, request.cluster, nearly_alike=x) for x in (True, False))
         assert (alike.graph.exact, whole.graph.exact) == (False, True)

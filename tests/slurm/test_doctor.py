@@ -13,6 +13,7 @@ from sp_bench import records
 from sp_bench.methods import REGISTRY
 from sp_bench.resources import ROOT
 from sp_bench.slurm.testcluster import SlurmBox
+from tests.support.typed import Known
 
 SRUN = ["srun", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:3", "--kill-on-bad-exit=1", f"--chdir={ROOT}"]
 SRUN += [sys.executable, "-m"]
@@ -54,5 +55,5 @@ def test_a_first_hour_of_two_nodes(box: SlurmBox, tmp_path: Path) -> None:
         assert len(found) == settings * (len(REGISTRY) - 1)
         assert {(record.status, record.mode, record.gpus) for record in found} == {("ok", mode, 2)}
         if mode == "measure":
-            assert all([*record.provenance["ranks_by_host"]] == ["n1", "n2"] for record in found)
+            assert all([*Known(record).provenance["ranks_by_host"]] == ["n1", "n2"] for record in found)
     assert "## Measured" in (folder / "report.md").read_text()

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -95,7 +95,7 @@ class Case:
         return Results(*(x[: self.batch] for x in whole))
 
     @property
-    def method_options(self) -> dict[str, object]:
+    def method_options(self) -> dict[str, Any]:
         """All options of the method but the layout."""
         options = dict(self.options)
         options |= {"tile": self.tile} if self.tile else {}

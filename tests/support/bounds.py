@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -46,10 +47,10 @@ def roundings(problem: Problem, inputs: Sequence[Tensor]) -> Mapping[str, float]
     one = replace(problem.in_one_slice, n=1, wire_dtype="", layout=LAYOUTS["contiguous"])
     context = RankContext(0, torch.device("cpu"), lambda plans, ctas: _none(), alive=lambda: None)
     q, k, v, dout = inputs
-    nothing = dict(zip(NAMES, map(torch.zeros_like, (dout, q, k, v)), strict=True))
+    nothing: dict[str, Tensor] = dict(zip(NAMES, map(torch.zeros_like, (dout, q, k, v)), strict=True))
     sample = all_rows(one, 0)
     return errors_of_rows(one, context, (q, k, v, dout), sample.of(nothing), sample).rounding
 
 
-def _none() -> None:
+def _none() -> NoReturn:
     raise AssertionError("exact rows of one rank need no transport")

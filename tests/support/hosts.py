@@ -7,6 +7,7 @@ from dataclasses import replace
 from sp_bench.cluster import Cluster
 from sp_bench.labs.shaped.description import Hosts
 from tests.support.clusters import cluster
+from tests.support.typed import there
 
 LINK_BYTES_PER_S = 2e7
 BURST_BYTES = 32768
@@ -38,5 +39,5 @@ def on_hosts(
         message_core_s=message_core_s,
     )
     where = cluster(gpus_per_node=per_host, bytes_per_s=4 * bytes_per_s)
-    inter = where.topology.inter.replace(latency_s=0.0, nics_per_node=1)
+    inter = there(where.topology.inter).replace(latency_s=0.0, nics_per_node=1)
     return replace(where, cores=cores, hosts=hosts, topology=where.topology.replace(inter=inter))

@@ -40,7 +40,7 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def made(run_id: str = "3fa2c0de", **changes: Any) -> Record:
+def made(run_id: str = "3fa2c0de", /, **changes: Any) -> Record:
     """A record with a few fields."""
     return Record(run_id=run_id, **(PLAIN | changes))
 

@@ -14,6 +14,7 @@ from sp_bench.methods import REGISTRY, build
 from sp_bench.methods.mesh import tiles
 from sp_bench.methods.mesh_lean import ORDERS
 from sp_bench.plan import CostProfile, Method, Op, Plan, Problem, RequestError
+from sp_bench.plan.caches import Caches
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL, FULL, Mask
@@ -28,6 +29,20 @@ def mask_of(causal: object) -> Mask:
 def small_problem(n: int, layout: str = "striped", *, causal: bool = True) -> Problem:
     """A problem of two tokens a rank, for plans whose tensors don't matter."""
     return Problem(n=n, seqlen=2 * n, heads=4, kv_heads=2, head_dim=8, mask=mask_of(causal), layout=LAYOUTS[layout])
+
+
+def cached_problem(n: int, mask: Caches, *, heads: int, head_dim: int) -> Problem:
+    """The new tokens of sequences with caches on n ranks."""
+    return Problem(
+        n=n,
+        seqlen=mask.seqlen,
+        kv_seqlen=mask.kv_seqlen,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        mask=mask,
+        layout=mask.layout("auto"),
+    )
 
 
 def divisors(n: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from sp_bench.workload.prefill_step import PrefillStep
 from sp_bench.workload.train_gate import ExactAttention, compared
 from sp_bench.workload.trainer import Trainer
 from tests.support.ranks import group_of
+from tests.support.typed import of_kind
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def context_of(group: dist.ProcessGroup | None, rank: int) -> RankContext:
 
 
 def trainer_of(spec: Spec, rank: int, group: dist.ProcessGroup | None = None) -> Trainer:
-    train = cast("Train", spec.workload)
+    train = of_kind(Train, spec.workload)
     given = train.model, spec.problem, train.training, spec.seed, rank, CPU, group
     return Trainer(*given, sharded=train.sharded)
 
@@ -40,7 +40,7 @@ def alone(spec: Spec) -> Spec:
     """The same on one process in fp64."""
     problem = spec.problem
     whole = replace(problem.in_one_slice, n=1, dtype="float64", wire_dtype="", layout=LAYOUTS["contiguous"])
-    return replace(spec, workload=replace(cast("Train", spec.workload), sharded=False), problem=whole, plans={})
+    return replace(spec, workload=replace(of_kind(Train, spec.workload), sharded=False), problem=whole, plans={})
 
 
 def _prepared(specs: Sequence[Spec]) -> Iterator[tuple[Spec, Trainer, list[Engine]]]:
@@ -141,9 +141,9 @@ def denoising_errors(specs: Sequence[Spec]) -> list[tuple[float, float | None]]:
     for spec in specs:
         if not (group := group_of(spec.problem.n, spec.problem)):
             continue
-        rank, model = dist.get_rank(), cast("Denoise", spec.workload).model
+        rank, model = dist.get_rank(), of_kind(Denoise, spec.workload).model
         denoiser = Denoiser(model, spec.problem, spec.seed, rank, CPU)
-        engine = make_engine(spec, spec.problem, context_of(group, rank))
+        engine, mine = of_kind(Engine, make_engine(spec, spec.problem, context_of(group, rank))), None
         for _ in range(2):  # the second time in buffers that are there already
             mine = denoiser.predicted(denoiser.latent(0), Seen(engine))
         engine.close()

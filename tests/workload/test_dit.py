@@ -80,8 +80,10 @@ def test_the_gate_sees_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec.gate(context).wrong("float32") == ""
     forward = Engine.forward
 
-    def of_other_heads(self: Engine, *tensors: Tensor, held: tuple[Tensor, ...]) -> tuple[Tensor, Saved]:
-        return forward(self, *tensors, held=tuple(x.roll(1, 2) for x in held))
+    def of_other_heads(
+        self: Engine, q: Tensor, k: Tensor, v: Tensor, *, held: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Saved]:
+        return forward(self, q, k, v, held=tuple(x.roll(1, 2) for x in held))
 
     monkeypatch.setattr(Engine, "forward", of_other_heads)
     assert "out is off by" in spec.gate(context).wrong("float32")

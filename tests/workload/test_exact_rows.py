@@ -38,8 +38,8 @@ MASKED: dict[int, tuple[Mask, ...]] = {
 
 
 def problem_of(mask: Mask, seqlen: int, **more: object) -> Problem:
-    shape = {"n": 1, "heads": 4, "kv_heads": 2, "head_dim": 8, "batch": 2, "dtype": "float64"} | more
-    return Problem(seqlen=seqlen, mask=mask, layout=LAYOUTS["contiguous"], **shape)  # pyright: ignore
+    shape: dict[str, Any] = {"n": 1, "heads": 4, "kv_heads": 2, "head_dim": 8, "batch": 2, "dtype": "float64"}
+    return Problem(seqlen=seqlen, mask=mask, layout=LAYOUTS["contiguous"], **{**shape, **more})
 
 
 @pytest.mark.parametrize(
@@ -50,16 +50,16 @@ def test_rows_are_those_of_the_reference(seqlen: int, mask: Mask) -> None:
     """Each of out, dq, dk and dv; and one row of a head that is off is off by what it is off by."""
     problem, every = problem_of(mask, seqlen), seqlen == 300
     inputs = random_inputs(problem, 0, 3, CPU)
-    results = dict(zip(NAMES, exact(*inputs, mask=mask), strict=True))
+    results: dict[str, torch.Tensor] = dict(zip(NAMES, exact(*inputs, mask=mask), strict=True))
     sample = all_rows(problem, 0) if every else sampled(problem, 0, 3)
-    found = errors_of_rows(problem, ALONE, inputs, sample.of(results), sample)  # pyright: ignore
+    found = errors_of_rows(problem, ALONE, inputs, sample.of(results), sample)
     assert tuple(found.overall) == NAMES and max(found.worst_head.values()) < 1e-13
     assert found.rows == ((2 * 4 * seqlen, 2 * 2 * seqlen) if every else (2 * 4 * ROWS, KEYS))
     entry, head = sample.key_units[0]
     for name in NAMES:
         wrong = results[name].clone()
         wrong[entry, int((sample.mine if name in ("dk", "dv") else sample.rows)[-1]), head] += 1.0
-        errors = errors_of_rows(problem, ALONE, inputs, sample.of({**results, name: wrong}), sample)  # pyright: ignore
+        errors = errors_of_rows(problem, ALONE, inputs, sample.of({**results, name: wrong}), sample)
         assert [other for other in NAMES if errors.overall[other] > 1e-6] == [name]
 
 
@@ -83,7 +83,7 @@ def test_a_query_that_sees_no_key_is_right_as_zeros(dtype: str) -> None:
     wide = [x.double() for x in inputs]
     results = {key: x.to(inputs[0]) for key, x in zip(NAMES, exact(*wide, mask=Strict()), strict=True)}
     sample = all_rows(problem, 0)
-    found = errors_of_rows(problem, ALONE, inputs, sample.of(results), sample)  # pyright: ignore
+    found = errors_of_rows(problem, ALONE, inputs, sample.of(results), sample)
     assert not results["out"][:, 0].any() and not found.wrong(dtype)
 
 
@@ -95,11 +95,11 @@ def test_a_row_among_thousands_is_not_lost_unseen(name: str) -> None:
     wide = [x.double() for x in inputs]
     results = {key: x.bfloat16() for key, x in zip(NAMES, exact(*wide, mask=CAUSAL), strict=True)}
     sample = all_rows(problem, 0)
-    right = errors_of_rows(problem, ALONE, inputs, sample.of(results), sample)  # pyright: ignore
+    right = errors_of_rows(problem, ALONE, inputs, sample.of(results), sample)
     assert not right.wrong("bfloat16") and not any(right.lost.values())
     wrong = results[name].clone()
     wrong[:, -1] = 0.0
-    found = errors_of_rows(problem, ALONE, inputs, sample.of({**results, name: wrong}), sample)  # pyright: ignore
+    found = errors_of_rows(problem, ALONE, inputs, sample.of({**results, name: wrong}), sample)
     rows = 2 if name in ("out", "dq") else 1
     assert found.lost[name] == rows and f"{rows} rows of {name} are wrong" in found.wrong("bfloat16")
 
@@ -152,11 +152,11 @@ def test_gradients_that_are_wrong_for_early_keys_alone_are_found(dtype: str, mon
     results = dict(zip(NAMES, exact(*(x.double() for x in inputs), mask=CAUSAL), strict=True))
     results = {name: x.to(inputs[0].dtype) for name, x in results.items()}
     sample = sampled(problem, 0, 3)
-    right = errors_of_rows(problem, ALONE, inputs, sample.of(results), sample)  # pyright: ignore
+    right = errors_of_rows(problem, ALONE, inputs, sample.of(results), sample)
     assert not right.wrong(dtype) and right.rows == (2 * ROWS, KEYS)
     wrong = {**results, "dk": results["dk"].clone()}
     wrong["dk"][:, :64] *= 1.5
-    found = errors_of_rows(problem, ALONE, inputs, sample.of(wrong), sample)  # pyright: ignore
+    found = errors_of_rows(problem, ALONE, inputs, sample.of(wrong), sample)
     assert "dk" in found.wrong(dtype) and found.lost["dk"] == 64 // (2048 // KEYS)
 
 
@@ -169,14 +169,14 @@ def test_a_sample_of_a_long_sequence_takes_bounded_memory(monkeypatch: pytest.Mo
     monkeypatch.setattr(exact_rows, "BLOCK", {"cpu": 2**18})
     found = sample.of({name: x[:, :, :1] for name, x in zip(NAMES, (inputs[0], *inputs[:3]), strict=True)})
     with Largest() as largest:
-        errors_of_rows(problem, ALONE, inputs, found, sample)  # pyright: ignore
+        errors_of_rows(problem, ALONE, inputs, found, sample)
     assert largest.elements[torch.float64] <= exact_rows.BLOCK["cpu"] == 2**18
 
     def no_memory(*_: object) -> None:
         raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(exact_rows, "_rows", no_memory)
-    errors = errors_of_rows(problem, ALONE, inputs, found, sample)  # pyright: ignore
+    errors = errors_of_rows(problem, ALONE, inputs, found, sample)
     assert errors.uncompared == "memory ran out on 1 of 1 ranks" and not errors.overall and errors.rows is None
 
 
@@ -203,14 +203,15 @@ def test_torchs_own_attention_is_never_called_wrong(dtype: str, seqlen: int) -> 
     for seed in range(25):
         inputs = random_inputs(problem, 0, seed, CPU)
         leaves = [x.transpose(1, 2).detach().requires_grad_() for x in inputs[:3]]
-        out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        q, k, v = leaves
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         gradients = torch.autograd.grad(out, leaves, inputs[3].transpose(1, 2))
         results = {name: x.transpose(1, 2) for name, x in zip(NAMES, (out, *gradients), strict=True)}
         sample = all_rows(problem, 0)
-        found = errors_of_rows(problem, ALONE, inputs, sample.of(results), sample)  # pyright: ignore
+        found = errors_of_rows(problem, ALONE, inputs, sample.of(results), sample)
         assert not found.wrong(dtype), (seed, found)
         if seqlen == 64:
             assert all(found.limit(name, dtype) < 3 * TOLERANCE[dtype] for name in NAMES), "little cancels"
         spoiled = {name: x * 1.2 for name, x in results.items()}
-        spoiled = errors_of_rows(problem, ALONE, inputs, sample.of(spoiled), sample)  # pyright: ignore
+        spoiled = errors_of_rows(problem, ALONE, inputs, sample.of(spoiled), sample)
         assert all(name in spoiled.wrong(dtype) for name in NAMES if found.limit(name, dtype) < 0.1)

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from sp_bench.resources import conf_files
+from sp_bench.workload import Train
 from sp_bench.workload.losses import IGNORED, cross_entropy, next_tokens
 from sp_bench.workload.model import NONE
 from sp_bench.workload.tasks import tokens
 from sp_bench.workload.transformer import Transformer
+from tests.support.typed import of_kind, there
 from tests.workload.requests import point
 
 SIMULATED = ("gpus=2", "method=ring", "cluster=h100_ndr400", "dtype=bfloat16")
@@ -20,7 +22,7 @@ MODELS = [name for name in conf_files("model") if name != NONE]
 @pytest.mark.parametrize("name", ["tiny", "tiny_dit"])
 def test_parameters_are_those_of_the_module(name: str) -> None:
     request = point(f"model={name}", "gpus=2", "method=ring")
-    model = request.workload.model
+    model = of_kind(Train, request.workload).model
     module = Transformer(model, request.problem, seed=0)
     assert sum(p.numel() for p in module.parameters()) == model.parameters(request.problem)
 
@@ -43,14 +45,14 @@ def test_published_sizes(name: str, billions: float) -> None:
     """Llama 7B: 6.7B (table 2 of its paper). Llama 3 8B: 8.03B. DiT-XL: 675M (table 1 of its paper). Gemma 3 27B: 25.6B
     and an embedding of 1.4B, which is there twice. gpt-oss-20b: 3.6B active, which count one of both of 0.58B."""
     request = point(f"model={name}", *SIMULATED)
-    assert request.workload.model.parameters(request.problem) / 1e9 == pytest.approx(billions, rel=0.02)
+    assert of_kind(Train, request.workload).model.parameters(request.problem) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_flops_are_six_times_parameters_and_tokens() -> None:
     """Those of the matrices; the attention's stand beside them."""
     request = point("model=llama_7b", *SIMULATED, "seqlen=1k", "mask=causal")
-    problem, model = request.problem, request.workload.model
-    matrices = model.parameters(problem) - model.vocab * model.width - (2 * model.layers + 1) * model.width
+    problem, model = request.problem, of_kind(Train, request.workload).model
+    matrices = model.parameters(problem) - there(model.vocab) * model.width - (2 * model.layers + 1) * model.width
     attention = 3.5 * 2 * 1024**2 * problem.heads * problem.head_dim * model.layers
     total = sum(request.workload.flops(phase, problem) for phase in request.phases)
     assert total == pytest.approx(6 * matrices * 1024 + attention)

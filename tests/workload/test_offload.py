@@ -8,10 +8,10 @@ from torch import Tensor
 
 from sp_bench.errors import RequestError
 from sp_bench.point.training import simulate_training
-from sp_bench.records import Record
 from sp_bench.workload.offload import Offload
 from sp_bench.workload.train_gate import ExactAttention
 from sp_bench.workload.trainer import Trainer
+from tests.support.typed import Known
 from tests.workload.jobs import trainer_of
 from tests.workload.requests import point, training
 
@@ -55,8 +55,8 @@ def test_small_tensors_and_parameters_are_saved_as_they_are() -> None:
     torch.testing.assert_close(weight.grad, x_before.T @ (2 * (x_before @ weight.detach())))
 
 
-def simulated(*overrides: str) -> Record:
-    return simulate_training(point(*QWEN, *overrides))
+def simulated(*overrides: str) -> Known:
+    return Known(simulate_training(point(*QWEN, *overrides)))
 
 
 def test_a_step_fits_that_did_not_and_pays_for_the_copies() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from sp_bench.errors import RequestError
@@ -19,7 +21,7 @@ def can_be_made() -> None:
 
 
 @pytest.fixture
-def pair(can_be_made: None) -> ShapedHosts:
+def pair(can_be_made: None) -> Iterator[ShapedHosts]:
     """Two hosts with a link between them."""
     with ShapedHosts(described(), (0, 1)) as hosts:
         yield hosts

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from sp_bench.labs.shaped.home import SCHED_SETATTR
 from sp_bench.run.groups import own_group, world
 from sp_bench.run.home import home
+from tests.support.typed import there
 
 
 def exchange(payload_bytes: int) -> tuple[float, int, int]:
@@ -24,7 +25,7 @@ def exchange(payload_bytes: int) -> tuple[float, int, int]:
     before, started = counted(), time.perf_counter()
     works = [dist.irecv(into, peer), dist.isend(out, peer)]
     for work in works:
-        work.wait()
+        there(work).wait()
     seconds = time.perf_counter() - started
     assert bool((into == 1 + peer).all())
     dist.barrier()

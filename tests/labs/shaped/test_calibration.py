@@ -34,6 +34,7 @@ from sp_bench.simulate import simulate
 from tests.support.calibration import SETTING, samples
 from tests.support.clusters import problem
 from tests.support.hosts import BURST_BYTES, described, on_hosts
+from tests.support.typed import of_kind
 
 MESSAGE_BYTES = (10_000, 100_000)
 CORES = min(2, cores_here())
@@ -88,22 +89,23 @@ def test_figures_of_hosts_come_back(ranks_per_host: int) -> None:
     costs, links = samples()
     config = with_hosts(cluster_config("box", SETTING, costs, links, {"calibrated": "now"}), hosts, seen)
     found = Cluster.build(config)
-    assert found.hosts and found.topology.inter
-    assert found.hosts.payload_share == pytest.approx(0.9)
-    assert found.hosts.latency_s == pytest.approx(0.02)
-    assert found.hosts.flow_bytes_per_s == pytest.approx(1e8)
+    assert found.topology.inter
+    calibrated = of_kind(Hosts, found.hosts)
+    assert calibrated.payload_share == pytest.approx(0.9)
+    assert calibrated.latency_s == pytest.approx(0.02)
+    assert calibrated.flow_bytes_per_s == pytest.approx(1e8)
     assert found.device.transfer_slowdown == 0
-    assert found.hosts.link_cores == pytest.approx(LINK_CORES, rel=1e-3)
-    assert found.hosts.byte_core_s == pytest.approx(BYTE_CORE_S, rel=1e-3)
-    assert found.hosts.message_core_s == pytest.approx(MESSAGE_CORE_S, rel=1e-3)
-    assert found.hosts.all_to_all_share == (pytest.approx(ALL_TO_ALL_SHARE) if ranks_per_host == 1 else 1.0)
+    assert calibrated.link_cores == pytest.approx(LINK_CORES, rel=1e-3)
+    assert calibrated.byte_core_s == pytest.approx(BYTE_CORE_S, rel=1e-3)
+    assert calibrated.message_core_s == pytest.approx(MESSAGE_CORE_S, rel=1e-3)
+    assert calibrated.all_to_all_share == (pytest.approx(ALL_TO_ALL_SHARE) if ranks_per_host == 1 else 1.0)
     size = max(MESSAGE_BYTES)  # the middle one of two
-    assert found.hosts.ahead_bytes == pytest.approx(size * math.log(1.5) / 1.645 / math.sqrt(2), rel=1e-3)
+    assert calibrated.ahead_bytes == pytest.approx(size * math.log(1.5) / 1.645 / math.sqrt(2), rel=1e-3)
     alone = Cluster.build(cluster_config("box", SETTING, costs, links, {}))
     p = problem(1, tokens=max(SETTING.sizes), dtype="float32")
     p = replace(p, heads=SETTING.heads, kv_heads=SETTING.heads, head_dim=SETTING.head_dim)
     assert found.device.block_s(p, "forward") == pytest.approx(alone.device.block_s(p, "forward") * CROWDING, rel=1e-3)
-    assert (found.hosts.ranks_per_host, found.hosts.hosts_per_leaf) == (ranks_per_host, 4)
+    assert (calibrated.ranks_per_host, calibrated.hosts_per_leaf) == (ranks_per_host, 4)
     assert found.topology.inter.bytes_per_s == pytest.approx(0.9 * hosts.link_bytes_per_s)
     assert "fitted within 0%, and within 0% while" in config["sources"]["hosts.payload_share, hosts.latency_s"]
 
@@ -116,8 +118,8 @@ def test_whatever_blocks_lost_the_figures_can_be_used(short: float, long: float)
         for size, lost in zip(MESSAGE_BYTES, (short, long), strict=True):
             rank.beside_blocks_per_s[size] = [x * (1 - lost) for x in rank.crowded_blocks_per_s]
     costs, links = samples()
-    found = Cluster.build(with_hosts(cluster_config("box", SETTING, costs, links, {}), described(), seen)).hosts
-    assert found
+    config = with_hosts(cluster_config("box", SETTING, costs, links, {}), described(), seen)
+    found = of_kind(Hosts, Cluster.build(config).hosts)
     assert min(found.byte_core_s, found.link_cores, found.message_core_s) >= 0
     assert (found.message_core_s > 0) == (short > long > 0)
 
@@ -145,9 +147,10 @@ def test_messages_wait_for_cores_that_ranks_crowd(cores: int, monkeypatch: pytes
     costs, links = samples()
     config = with_hosts(cluster_config("box", SETTING, costs, links, {}), described(), seen)
     found = Cluster.build({**config, "cores": cores})
-    assert found.hosts and found.topology_of(2).inter
-    assert found.hosts.latency_s == pytest.approx(0.005, rel=1e-3)
-    assert found.hosts.crowd_latency_s == pytest.approx(0.015 if cores == 1 else 0.0, rel=1e-3)
+    assert found.topology_of(2).inter
+    calibrated = of_kind(Hosts, found.hosts)
+    assert calibrated.latency_s == pytest.approx(0.005, rel=1e-3)
+    assert calibrated.crowd_latency_s == pytest.approx(0.015 if cores == 1 else 0.0, rel=1e-3)
     latency_s = found.network(2).routes(np.array([0]), np.array([1])).latency_s
     assert latency_s == pytest.approx([0.02 if cores == 1 else 0.005], rel=1e-3)
 
@@ -173,9 +176,10 @@ def test_simulated_pairs_are_as_uneven_as_those_they_were_calibrated_by(spread: 
     """Ranks of 24 hosts send to the next one and the one after it at once, each by a lane."""
     n = 24
     p = problem(n, tokens=1024)
-    q, own, o = (Chunk(tensor, 0, Group(1, n, DOWN)) for tensor in (Q, KV, O))
+    ring = Group(1, n, DOWN)
+    q, own, o = (Chunk(tensor, 0, ring) for tensor in (Q, KV, O))
     steps = Steps()
-    steps.do(*(Pass(f"lane {far}", own, own.at(far), own.home, shift=-far) for far in (1, 2)))
+    steps.do(*(Pass(f"lane {far}", own, own.at(far), ring, shift=-far) for far in (1, 2)))
     steps.do(*(Attend(q, own.at(far), o) for far in (1, 2)))
     plan = steps.plan("forward", n, inputs=(q, own), outputs=(o,))
     size = p.chunk_bytes(KV, wire=True)
@@ -213,7 +217,7 @@ def test_what_links_take_of_cores_is_by_byte_and_by_link() -> None:
 
 def test_messages_faster_than_their_links_have_no_latency() -> None:
     """As short ones may seem to be."""
-    medians_s = {(1e6, 1000): 0.5e-3, (1e6, 10_000): 9.0e-3, (1e6, 20_000): 18.0e-3}
+    medians_s = {(1e6, 1000.0): 0.5e-3, (1e6, 10_000.0): 9.0e-3, (1e6, 20_000.0): 18.0e-3}
     found = fit(medians_s)
     assert (found.latency_s, found.payload_share) == (0.0, 1.0)
     assert found.off == pytest.approx(1.0)
@@ -254,9 +258,9 @@ def test_hosts_are_calibrated(tmp_path: Path) -> None:
         "all_to_all_share",
         "crowd_latency_s",
     }
-    assert cluster.hosts and cluster.topology.gpus_per_node == shaped["ranks_per_host"]
+    assert cluster.topology.gpus_per_node == shaped["ranks_per_host"]
     assert {k: v for k, v in config["hosts"].items() if k not in measured} == {
         k: v for k, v in shaped.items() if k not in measured
     }
-    assert 0 < cluster.hosts.payload_share <= 1
+    assert 0 < of_kind(Hosts, cluster.hosts).payload_share <= 1
     assert all(f"hosts.{name}" in " ".join(config["sources"]) for name in measured)

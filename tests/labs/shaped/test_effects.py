@@ -9,7 +9,7 @@ import pytest
 
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.stragglers import Stragglers
-from sp_bench.labs.shaped.description import MOST_UNEVEN_RANKS
+from sp_bench.labs.shaped.description import MOST_UNEVEN_RANKS, Hosts
 from sp_bench.labs.shaped.effects import Shares
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
@@ -19,6 +19,7 @@ from sp_bench.plan.transfers import messages
 from sp_bench.simulate import Run, simulate
 from tests.support.clusters import block_s, problem
 from tests.support.hosts import on_hosts
+from tests.support.typed import of_kind
 
 TOKENS = 2**15
 """Blocks so large that the latencies of hops are nothing."""
@@ -44,8 +45,8 @@ def test_what_transfers_take_of_the_cores_blocks_lose(n: int, cores: int) -> Non
 
 
 def test_a_link_takes_of_the_cores_by_what_it_carries_and_by_being_busy() -> None:
-    hosts = on_hosts(2, 1e6, 3e-9, link_cores=0.005).hosts
-    assert hosts and hosts.core_s_per_byte == pytest.approx(3e-9 + 0.005 / 1e6)
+    hosts = of_kind(Hosts, on_hosts(2, 1e6, 3e-9, link_cores=0.005).hosts)
+    assert hosts.core_s_per_byte == pytest.approx(3e-9 + 0.005 / 1e6)
 
 
 def test_transfers_go_before_blocks() -> None:
@@ -216,8 +217,7 @@ def test_alike_ranks_that_send_stand_for_one_another_on_shared_cores_too(name: s
     one, all_of_them = (simulate(plan, dealt, where, use_symmetry=x) for x in (True, False))
     assert one.makespan_s == pytest.approx(all_of_them.makespan_s, rel=1e-9)
     assert one.ended_s == pytest.approx(all_of_them.ended_s, rel=1e-9)
-    free = simulate(
-        plan, dealt, replace(where, hosts=where.hosts.replace(link_cores=0.0, **dict.fromkeys(core_s, 0.0)))
-    )
+    hosts = of_kind(Hosts, where.hosts).replace(link_cores=0.0, **dict.fromkeys(core_s, 0.0))
+    free = simulate(plan, dealt, replace(where, hosts=hosts))
     # Blocks of ulysses are beside no transfer, but for the byte that links owe.
     assert (free.makespan_s < one.makespan_s * (1 - 1e-6)) == (name != "ulysses")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from sp_bench.errors import RequestError
 from sp_bench.launch import Launch
 from sp_bench.point import resolve
 from tests.support.hosts import BURST_BYTES
+from tests.support.typed import Known
 
 ROOT = Path(__file__).parents[3]
 LINK_BYTES_PER_S = 5e6
@@ -26,7 +28,9 @@ POINT += [f"cluster.hosts.link_bytes_per_s={LINK_BYTES_PER_S}", f"cluster.hosts.
 WITHOUT_RIGHTS = ["setpriv", "--bounding-set", "-sys_admin,-net_admin"]
 
 
-def command_line(arguments: list[str], folder: Path, *, before: tuple[str, ...] = (), path: str | None = None) -> str:
+def command_line(
+    arguments: Sequence[str], folder: Path, *, before: tuple[str, ...] = (), path: str | None = None
+) -> str:
     """The error of a refused point, after exit code 2 and without a record."""
     command = [*before, sys.executable, "-m", "sp_bench", *arguments, f"results_dir={folder}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PATH": path} if path else None)
@@ -43,7 +47,7 @@ def test_a_point_is_measured_on_hosts(tmp_path: Path) -> None:
     (path,) = (path for path in tmp_path.glob("*.json") if "." not in path.stem)
     record = records.read(path)
     assert (record.status, record.mode, record.nodes) == ("ok", "measure", 4)
-    assert record.provenance["ranks_by_host"] == {f"host{rank}": [rank] for rank in range(4)}
+    assert Known(record).provenance["ranks_by_host"] == {f"host{rank}": [rank] for rank in range(4)}
     assert record.comm_bytes_per_gpu and record.comm_bytes_per_gpu == record.comm_bytes_expected
     assert record.step_ms_median
     assert record.step_ms_median / 1e3 >= (record.comm_bytes_per_gpu - BURST_BYTES) / LINK_BYTES_PER_S
