@@ -153,7 +153,6 @@ def test_a_model_that_does_not_fit_says_what_would() -> None:
         ("mask=full prefill.cached=8k", "mask=full: is not that of a prompt"),
         ("mask=window window=[512,0]", "mask=window: is not that of a prompt"),
         ("mask=document data=short prefill.cached=8k", "mask=document: is not that of a prompt"),
-        ("method=group_cast prefill.chunk=8k", "kv_seqlen=.*: group_cast casts rows"),
         (
             "method=peer impl=torch_context_parallel cluster=local dtype=float32 seqlen=1k gpus=2",
             "method=peer impl=torch_context_parallel: workload=prefill runs",

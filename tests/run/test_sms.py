@@ -126,7 +126,7 @@ def test_flash_attn_3_is_told_in_every_call() -> None:
 def test_engine_transport_and_kernel_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that isn't there, up to where it would be used."""
     kernel, told = PERSISTENT(), []
-    monkeypatch.setattr(attention_step, "choose", lambda *_: kernel)
+    monkeypatch.setattr(attention_step, "kernel_for", lambda *_: kernel)
     properties = SimpleNamespace(multi_processor_count=132, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
