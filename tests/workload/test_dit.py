@@ -59,7 +59,7 @@ def test_other_text_layouts_and_heads(ranks: Ranks) -> None:
 
 @settings(max_examples=6)
 @given(
-    method=st.sampled_from(["ring", "usp", "mesh", "all_gather", "tokenring", "pass_q"]),
+    method=st.sampled_from(["ring", "usp", "mesh", "all_gather", "tokenring", "pass_q", "group_cast", "hybrid_cp"]),
     gpus=st.integers(1, 8),
     each=st.integers(1, 9),
     text=st.integers(1, 12),
@@ -99,7 +99,6 @@ def test_the_gate_sees_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train.tensor_parallel=2"], "train.tensor_parallel=2", "train.tensor_parallel=1"),
         (["train.data_parallel=2"], "train.data_parallel=2", "train.data_parallel=1"),
         (["train.data_parallel=auto"], "train.data_parallel=auto", "would work"),
-        (["method=group_cast", JOINT], "kv_seqlen=64", "all_gather"),
         (["method=peer", "impl=torch_context_parallel"], "impl=torch_context_parallel", "method=ring"),
         (["mode=alone device=cpu"], "mode=alone", "mode=measure"),
         (["head_dim=15"], "head_dim=15", "head_dim=16"),
