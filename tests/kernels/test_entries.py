@@ -182,7 +182,8 @@ def test_parts_of_entries_merge_to_the_whole(parts: list[tuple[int, int]], blind
     out, lse = (torch.stack(x) for x in zip(*of_parts, strict=True))
     found, of_lse = merged(out, lse, torch.tensor(entries), len(numbers))
     for entry in range(len(numbers)):
-        k, v = (torch.cat([each[i] for each in keys if each[0] == entry]) for i in (1, 2))
+        of_entry = [(k, v) for number, k, v in keys if number == entry]
+        k, v = (torch.cat(x) for x in zip(*of_entry, strict=True))
         wanted, wanted_lse = attention(entry, k, v)
         torch.testing.assert_close(found[entry], wanted, rtol=0, atol=1e-12)
         torch.testing.assert_close(of_lse[entry], wanted_lse, rtol=0, atol=1e-12)

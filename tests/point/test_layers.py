@@ -124,6 +124,6 @@ def test_measured_layers_of_two_kinds_are_exact(tmp_path: Path) -> None:
 )
 def test_a_records_flops_are_those_of_layers_of_both_kinds(mask: str) -> None:
     """As its checks find them, from its fields alone."""
-    record = step(*EIGHT, "method=all_gather", BOTH, *mask.split())
+    record = Known(step(*EIGHT, "method=all_gather", BOTH, *mask.split()))
     flops = record.tflops_per_gpu * record.gpus * record.step_ms_median * 1e9
-    assert step_flops(record) == pytest.approx(flops)
+    assert step_flops(record.record) == pytest.approx(flops)

@@ -12,8 +12,9 @@ from sp_bench.point.simulated import simulate_point
 from sp_bench.point.training import simulate_training
 from sp_bench.records import Record
 from sp_bench.records.checking import problems_of
+from sp_bench.workload.train import Train
 from tests.support.points import point
-from tests.support.typed import Known
+from tests.support.typed import Known, of_kind
 
 SHAPE = ("gpus=8", "seqlen=64k", "heads=32", "kv_heads=8", "cluster=h100_ndr400", "method=ring")
 
@@ -103,7 +104,7 @@ TRAINED = ("model=llama3_8b", "gpus=8", "seqlen=64k", "train.parameters=sharded"
 
 def test_a_training_step_has_a_parameter_for_each_head_of_a_layer() -> None:
     """Gathered and reduced with the others: 4 of 32 heads are a rank's, in bf16 and fp32, and in the optimizer."""
-    with_sinks, without = (simulated_step(f"sinks={each}") for each in ("true", "false"))
+    with_sinks, without = (Known(simulated_step(f"sinks={each}")) for each in ("true", "false"))
     assert with_sinks.parameters == without.parameters + 32 * 32
     shard, layers = 32 // 8, 32
     assert with_sinks.comm_bytes_per_gpu - without.comm_bytes_per_gpu == 7 * layers * shard * (2 + 2 + 4)
@@ -113,13 +114,15 @@ def test_a_training_step_has_a_parameter_for_each_head_of_a_layer() -> None:
     assert with_sinks.step_ms_median == pytest.approx(without.step_ms_median, rel=1e-4)
     note = "a pass over outputs, by which sinks enter them, and one for their gradient are not simulated"
     assert note in with_sinks.notes and note not in without.notes
-    assert with_sinks.validation_error is None and "no sinks" in (with_sinks.validation or "")
+    assert with_sinks.record.validation_error is None and "no sinks" in with_sinks.validation
 
 
 def test_gpus_that_share_heads_have_their_own_sinks() -> None:
-    shared = simulated_step("train.tensor_parallel=2", "sinks=true"), simulated_step("train.tensor_parallel=2")
-    assert shared[0].parameters == shared[1].parameters + 32 * 32
-    assert shared[0].comm_bytes_per_gpu - shared[1].comm_bytes_per_gpu == 3 * 32 * 4 * (2 + 2 + 4)
+    with_sinks, without = (
+        Known(simulated_step("train.tensor_parallel=2", f"sinks={each}")) for each in ("true", "false")
+    )
+    assert with_sinks.parameters == without.parameters + 32 * 32
+    assert with_sinks.comm_bytes_per_gpu - without.comm_bytes_per_gpu == 3 * 32 * 4 * (2 + 2 + 4)
 
 
 def simulated_step(*overrides: str) -> Record:
@@ -129,10 +132,10 @@ def simulated_step(*overrides: str) -> Record:
 def test_gpt_oss_has_sinks() -> None:
     """As in its configuration: in every layer, windowed or not."""
     request = point("model=gpt_oss_20b", "gpus=16", "seqlen=32k", "method=ring", "cluster=h100_ndr400")
-    assert request.asked().sinks and request.workload.model.sinks
+    assert request.asked().sinks and of_kind(Train, request.workload).model.sinks
     assert not point("model=llama3_8b", "gpus=16", "seqlen=32k", "method=ring").asked().sinks
     of_attention = point("model=gpt_oss_20b", "gpus=16", "seqlen=32k", "method=ring", "workload=attention")
-    assert of_attention.workload.sinks
+    assert of_attention.asked().sinks
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -146,10 +149,11 @@ def test_measured_training_steps_with_sinks(dtype: str, tmp_path: Path) -> None:
     )
     requests = [point(*usual, "sinks=true", f"dtype={dtype}", *one.split()) for one in each]
     for outcome in run_points(requests, folder=tmp_path, reuse=False):
-        record = outcome.record
-        assert (record.status, record.error) == ("ok", None)
-        assert record.err_timed_out is not None and 0 < record.err_timed_dq < (2e-2 if dtype == "bfloat16" else 2e-6)
-        assert record.sinks and not problems_of(tmp_path / f"{record.run_id}.json")
+        assert (outcome.record.status, outcome.record.error) == ("ok", None)
+        record = Known(outcome.record)
+        assert max(record.err_timed_out, record.err_timed_dq) < (2e-2 if dtype == "bfloat16" else 2e-6)
+        assert record.err_timed_dq > 0 and record.sinks
+        assert not problems_of(tmp_path / f"{record.run_id}.json")
 
 
 def test_a_measured_training_step_sums_their_gradients(tmp_path: Path) -> None:
@@ -165,6 +169,6 @@ def test_a_measured_training_step_sums_their_gradients(tmp_path: Path) -> None:
         "dtype=float32",
     )
     requests = [point(*usual, f"sinks={each}", "method=ring") for each in ("true", "false")]
-    with_sinks, without = (x.record for x in run_points(requests, folder=tmp_path, reuse=False))
+    with_sinks, without = (Known(x.record) for x in run_points(requests, folder=tmp_path, reuse=False))
     assert with_sinks.parameters - without.parameters == 2 * 4
     assert with_sinks.comm_bytes_per_gpu - without.comm_bytes_per_gpu == pytest.approx(2 * 2 / 3 * 2 * 4 * 4, abs=1)

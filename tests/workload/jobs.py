@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sp_bench.measure.pool import report
 from sp_bench.plan.layout import LAYOUTS
-from sp_bench.run.engine import Engine
+from sp_bench.run.engine import Engine, Saved
 from sp_bench.run.executor import Action
 from sp_bench.run.nccl import transport_for
 from sp_bench.workload import Denoise, RankContext, Spec, Train
@@ -55,7 +56,10 @@ class Dropping:
     """An attention that forgets its sinks."""
 
     def __init__(self, engine: Engine) -> None:
-        self.forward, self.backward = (lambda q, k, v, sinks: engine.forward(q, k, v)), engine.backward
+        self._engine, self.backward = engine, engine.backward
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Saved]:
+        return self._engine.forward(q, k, v)
 
 
 def gradient_errors(specs: Sequence[Spec], drops_sinks: bool = False) -> list[dict[str, float]]:
