@@ -51,8 +51,8 @@ def conf_content(path: Path, files: Mapping[str, Path]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for base in own.pop("defaults", []):
         if base != "_self_":
-            content = merged(content, conf_content(files[base], files))
-    return merged(content, own)
+            content = _merged(content, conf_content(files[base], files))
+    return _merged(content, own)
 
 
 def suite_config(chosen: Mapping[str, str]) -> dict[str, Any] | None:
@@ -68,7 +68,7 @@ def suite_config(chosen: Mapping[str, str]) -> dict[str, Any] | None:
     content: dict[str, Any] = {}
     for each in defaults:
         if each == "_self_":
-            content = merged(content, own)
+            content = _merged(content, own)
             continue
         ((group, name),) = each.items()
         files = {path.stem: path for path in (CONF / group).glob("*.yaml")}
@@ -76,14 +76,14 @@ def suite_config(chosen: Mapping[str, str]) -> dict[str, Any] | None:
         if path is None:
             return None
         found = conf_content(path, files)
-        content = merged(content, found if path.read_text().startswith(GLOBAL) else {group: found})
+        content = _merged(content, found if path.read_text().startswith(GLOBAL) else {group: found})
     return content
 
 
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Two nested mappings as one; `above` has precedence."""
     found = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(below.get(key), dict)
-        found[key] = merged(below[key], value) if both else value
+        found[key] = _merged(below[key], value) if both else value
     return found

@@ -16,10 +16,11 @@ from sp_bench.point.collection import uncollected
 from sp_bench.point.simulated import simulate_point
 from sp_bench.records import Record
 from sp_bench.records.interval import Interval, interval
+from sp_bench.workload import Decode
 
 LEFT_OUT = ("reference", "dcp", "helix", "tree")
 """Methods for one GPU, and for decode steps: elsewhere these are one tile of Mesh-Attention by gathers."""
-DECODE = "decode"
+DECODE = Decode.name
 """The one workload that a question may name: all others are about an attention of theirs."""
 PAD_HEADS = "method.pad_heads"
 """The one option of methods that a question may set: for all that have it."""

@@ -88,11 +88,7 @@ def module_code(wanted: Wanted) -> str:
 
 def _options(wanted: Wanted) -> dict[str, str]:
     """The options that differ from the defaults, as Python."""
-    method = wanted.method
-    found = {f.name: vars(method)[f.name] for f in fields(method)}
-    found = {f.name: found[f.name] for f in fields(method) if found[f.name] not in (f.default, "auto")}
-    if len(method.layouts) > 1:
-        found["layout"] = wanted.layout
+    found = _chosen(wanted)
     found["wire_dtype"] = wanted.config.get("wire_dtype")
     kernel = (wanted.config.get("kernel") or {}).get("name")
     found["kernel"] = None if kernel == "auto" else kernel
@@ -101,13 +97,16 @@ def _options(wanted: Wanted) -> dict[str, str]:
 
 def command_options(wanted: Wanted) -> list[str]:
     """The method and its chosen options as keys of `python -m sp_bench`."""
+    words = (f"method.{name}={_as_key(value)}" for name, value in _chosen(wanted).items() if value is not None)
+    return [f"method={wanted.method.name}", *words]
+
+
+def _chosen(wanted: Wanted) -> dict[str, Any]:
+    """The method's options that differ from their defaults, and its layout where there are several."""
     method = wanted.method
-    chosen = {f.name: vars(method)[f.name] for f in fields(method)}
-    chosen = {f.name: chosen[f.name] for f in fields(method) if chosen[f.name] not in (f.default, "auto")}
-    if len(method.layouts) > 1:
-        chosen["layout"] = wanted.layout
-    words = (f"method.{name}={_as_key(value)}" for name, value in chosen.items() if value is not None)
-    return [f"method={method.name}", *words]
+    found = {f.name: vars(method)[f.name] for f in fields(method)}
+    found = {f.name: found[f.name] for f in fields(method) if found[f.name] not in (f.default, "auto")}
+    return found | ({"layout": wanted.layout} if len(method.layouts) > 1 else {})
 
 
 def _as_key(value: Any) -> str:

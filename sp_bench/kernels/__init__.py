@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -44,11 +45,7 @@ def choose(name: str, device: str, dtype: str, head_dim: int) -> BlockKernel:
     Raises RequestError for an unknown name, or a kernel that doesn't support them.
     """
     if name != "auto":
-        if name not in KERNELS:
-            raise unknown("kernel", name, [*KERNELS, "auto"])
-        if why := KERNELS[name].refuses(device, dtype, head_dim):
-            raise RequestError(f"kernel={name}", why, "kernel=auto would work")
-        return KERNELS[name]()
+        return _named(name, lambda kernel: kernel.refuses(device, dtype, head_dim))
     passed_over: list[str] = []
     for kernel in auto_order(device):
         if not (why := kernel.refuses(device, dtype, head_dim)):
@@ -58,7 +55,7 @@ def choose(name: str, device: str, dtype: str, head_dim: int) -> BlockKernel:
         if issubclass(kernel, CudaKernel) and device == "cuda" and kernel.is_there():
             passed_over.append(f"kernel=auto passes over {kernel.name}, which is there: {why}")
             warnings.warn(passed_over[-1], stacklevel=2)
-    raise RequestError(f"dtype={dtype}", f"no kernel takes it on {device}", "dtype=float32 would work")
+    raise _none_takes(dtype, device)
 
 
 def choose_for_caches(
@@ -74,21 +71,30 @@ def choose_for_caches(
         return kernel.refuses_caches(device, dtype, head_dim, value_dim)
 
     if name != "auto":
-        if name not in KERNELS:
-            raise unknown("kernel", name, [*KERNELS, "auto"])
-        if why := refusal(KERNELS[name]):
-            raise RequestError(f"kernel={name}", why, "kernel=auto would work")
-        chosen = KERNELS[name]()
+        chosen = _named(name, refusal)
     else:
         order = sorted(caches_order(device), key=lambda kernel: page is not None and not kernel.takes_pages(page))
         found = next((kernel for kernel in order if not refusal(kernel)), None)
         if found is None:
-            raise RequestError(f"dtype={dtype}", f"no kernel takes it on {device}", "dtype=float32 would work")
+            raise _none_takes(dtype, device)
         chosen = found()
     chosen.decodes = True
     if page is not None and not chosen.takes_pages(page):
         chosen.notes = (f"{chosen.name} reads no pages of {page} tokens: keys are copied by an index before it",)
     return chosen
+
+
+def _named(name: str, refusal: Callable[[type[BlockKernel]], str]) -> BlockKernel:
+    """The kernel of that name. Raises RequestError for an unknown one, or what it refuses."""
+    if name not in KERNELS:
+        raise unknown("kernel", name, [*KERNELS, "auto"])
+    if why := refusal(KERNELS[name]):
+        raise RequestError(f"kernel={name}", why, "kernel=auto would work")
+    return KERNELS[name]()
+
+
+def _none_takes(dtype: str, device: str) -> RequestError:
+    return RequestError(f"dtype={dtype}", f"no kernel takes it on {device}", "dtype=float32 would work")
 
 
 def caches_order(device: str) -> tuple[type[BlockKernel], ...]:

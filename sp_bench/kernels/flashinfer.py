@@ -91,8 +91,7 @@ class FlashInfer(CudaKernel):
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         """FULL blocks alone, whose keys are pages of one token."""
-        if causal:
-            raise NotImplementedError("a decode step has no causal blocks")
+        assert not causal, "a decode step has no causal blocks"
         keys = k.shape[1]
         lengths, places = (keys,) * len(k), tuple(range(i * keys, (i + 1) * keys) for i in range(len(k)))
         of_keys, of_values = (x.flatten(0, 1)[:, None] for x in (k, v))

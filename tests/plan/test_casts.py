@@ -38,7 +38,7 @@ def test_a_call_computes_what_its_queries_see_of_the_rows_there(
 def test_a_call_computes_what_its_queries_see_of_other_keys(
     name: str, n: int, more: int, others: int, causal: bool, data: st.DataObject
 ) -> None:
-    """Of a history, which is dealt on its own, and of another sequence, longer or shorter."""
+    """The keys are a history, which is dealt on its own, and the new tokens, or another sequence, longer or shorter."""
     seqlen = 2 * n + more
     keys = seqlen + others if causal else 2 * n + others
     shape = {"heads": 1, "kv_heads": 1, "head_dim": 8, "layout": LAYOUTS[name]}
@@ -54,7 +54,7 @@ def test_a_call_computes_what_its_queries_see_of_other_keys(
 
 
 def assert_computes(found: Casts, visible: np.ndarray, queries: list, chunks: list, data: st.DataObject) -> None:
-    """Of any chunk's queries and some chunks of keys, with all that sees as (queries, keys)."""
+    """Any chunk's queries and some key chunks make a call; `visible` is of all queries and keys: (queries, keys)."""
     n = len(chunks)
     own = data.draw(st.integers(0, n - 1))
     members = tuple(data.draw(st.lists(st.integers(0, n - 1), min_size=1, unique=True)))
