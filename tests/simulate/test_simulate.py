@@ -16,7 +16,7 @@ from sp_bench.errors import RequestError
 from sp_bench.lower import GLOO, NCCL, lower
 from sp_bench.methods import build
 from sp_bench.methods.mesh import tiles
-from sp_bench.plan import Attend, Fold, Group, Pass, Plan, Problem, block_classes
+from sp_bench.plan import Attend, AttendBackward, Fold, Group, Pass, Plan, Problem, block_classes
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import BLOCKS, Block
@@ -173,7 +173,7 @@ def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
                 taken[rank] = begun - beside_s + hop_s
             end[index] = np.maximum(taken, [taken[op.source(rank)] for rank in range(p.n)])
         else:
-            assert isinstance(op, Attend | Fold)
+            assert isinstance(op, Attend | AttendBackward | Fold)
             for rank in range(p.n):
                 took_s = 0.0 if isinstance(op, Fold) else cost[p.blocks.of(op.q.owner(rank), op.kv.owner(rank))]
                 end[index, rank] = ready[rank] + took_s
