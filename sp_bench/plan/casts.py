@@ -16,7 +16,7 @@ import numpy as np
 
 from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.groups import Group
-from sp_bench.plan.intervals import Runs, Sizes, regions_between, regions_of_runs, runs_of, sizes_of
+from sp_bench.plan.intervals import Runs, Sizes, regions_of_runs, runs_of, sizes_of
 from sp_bench.plan.layout import Positions, Shards
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.ops import Chunk, Gathered, GroupCast, GroupReduce, RowCollective
@@ -100,12 +100,7 @@ class Casts:
 
     def _regions(self, queries: int, start: np.ndarray, tokens: np.ndarray) -> Regions:
         """The regions that a chunk's queries see of runs of keys, which lie behind each other in this order."""
-        keys, runs = Runs(start, start + tokens), runs_of(self._positions(queries))
-        if runs:
-            return regions_of_runs(self.pack, runs, keys)
-        each = [np.arange(run.start, run.stop, run.step) for run in self._positions(queries)]
-        first, stop = self.pack.sees(np.concatenate([np.zeros(0, int), *each]))
-        return regions_between(keys.below(first), keys.below(stop)) if start.size else ()
+        return regions_of_runs(self.pack, runs_of(self._positions(queries)), [Runs(start, start + tokens)])[0]
 
     def work(self, queries: int, members: tuple[int, ...], *, forward: bool) -> Work:
         """The work of the regions of `keys`, backward of those cut along keys. It is found once."""
@@ -123,7 +118,7 @@ class Casts:
     def _positions(self, chunk: int) -> Positions:
         """The positions of a chunk's queries among the keys."""
         runs = self.of_queries.chunk_positions(chunk)
-        return tuple(range(run.start + self.ahead, run.stop + self.ahead, run.step) for run in runs)
+        return tuple(range(r.start + self.ahead, r.stop + self.ahead, r.step) for r in runs) if self.ahead else runs
 
     def _segments_of(self, queries: int, keys: int) -> np.ndarray:
         return np.flatnonzero(self._seen[queries] & (self._segments.owner == keys))

@@ -19,12 +19,11 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sp_bench.plan.layout import Layout, Positions, piece
+from sp_bench.plan.layout import Layout, Positions
 
 BLOCKS_EACH = 16
 """How many blocks a chunk gets from the dealer `blocks`."""
@@ -79,9 +78,23 @@ class Deal:
         """The positions of every chunk."""
         return _dealt(self, chunks)
 
+    def runs(self, chunks: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The runs of neighbouring positions of every chunk, ascending: (first, behind the last), (runs,) each."""
+        return _runs(self, chunks)
+
     def tokens(self, chunks: int) -> np.ndarray:
         """The tokens of every chunk: (chunks,)."""
-        return _tokens(self, chunks)
+        return np.array([int((stop - start).sum()) for start, stop in _runs(self, chunks)])
+
+
+class Pieces(NamedTuple):
+    """What a dealer deals: runs of positions, in any order, of which some may be empty. (pieces,) each."""
+
+    chunk: np.ndarray
+    """The chunk that gets each."""
+    start: np.ndarray
+    stop: np.ndarray
+    """The position behind the last one."""
 
 
 @dataclass(frozen=True)
@@ -120,105 +133,107 @@ class Dealt(Layout):
 
 @lru_cache(maxsize=32)
 def _dealt(deal: Deal, chunks: int) -> tuple[Positions, ...]:
-    return tuple(_joined(runs) for runs in DEALERS[deal.dealer](deal, chunks))
+    return tuple(tuple(map(range, start.tolist(), stop.tolist())) for start, stop in _runs(deal, chunks))
 
 
 @lru_cache(maxsize=32)
-def _tokens(deal: Deal, chunks: int) -> np.ndarray:
-    return np.array([sum(map(len, runs)) for runs in _dealt(deal, chunks)])
+def _runs(deal: Deal, chunks: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The pieces of each chunk in order, neighbours joined, without empty ones."""
+    pieces = DEALERS[deal.dealer](deal, chunks)
+    there = np.flatnonzero(pieces.stop > pieces.start)
+    there = there[np.lexsort((pieces.start[there], pieces.chunk[there]))]
+    chunk, start, stop = (each[there] for each in pieces)
+    begins = np.flatnonzero(np.append(True, (chunk[1:] != chunk[:-1]) | (start[1:] != stop[:-1])))
+    chunk, start, stop = chunk[begins], start[begins], stop[np.append(begins[1:], chunk.size) - 1]
+    ends = np.searchsorted(chunk, np.arange(1, chunks))
+    return [*zip(np.split(start, ends), np.split(stop, ends), strict=True)]
 
 
-def _joined(runs: list[range]) -> Positions:
-    """The runs in order, neighbours joined, without empty ones."""
-    found: list[range] = []
-    for run in sorted(filter(None, runs), key=lambda run: run.start):
-        if found and found[-1].stop == run.start:
-            found[-1] = range(found[-1].start, run.stop)
-        else:
-            found.append(run)
-    return tuple(found)
+def _documents(mask: Pack) -> tuple[np.ndarray, np.ndarray]:
+    """(first, behind the last) position of each document."""
+    ends = np.cumsum(mask.lengths)
+    return ends - mask.lengths, ends
 
 
-def _documents(mask: Pack) -> list[range]:
-    ends = list(accumulate(mask.lengths))
-    return [range(end - length, end) for end, length in zip(ends, mask.lengths, strict=True)]
+def _zigzag_documents(deal: Deal, chunks: int) -> Pieces:
+    start, stop = _documents(deal.mask)
+    base, longer = np.divmod(stop - start, 2 * chunks)
+    many = np.where(base > 0, 2 * chunks, longer)
+    of = np.repeat(np.arange(many.size), many)
+    number = np.arange(of.size) - np.repeat(np.cumsum(many) - many, many)
+    at = start[of] + number * base[of] + np.minimum(number, longer[of])
+    # `longer` pieces have a token more: the next document starts behind them.
+    to = (np.minimum(number, 2 * chunks - 1 - number) + start[of]) % chunks
+    return Pieces(to, at, at + base[of] + (number < longer[of]))
 
 
-def _zigzag_documents(deal: Deal, chunks: int) -> list[list[range]]:
-    dealt: list[list[range]] = [[] for _ in range(chunks)]
-    turn = 0
-    for document in _documents(deal.mask):
-        base, longer = divmod(len(document), 2 * chunks)
-        start = document.start
-        for index in range(2 * chunks if base else longer):
-            to, stop = min(index, 2 * chunks - 1 - index), start + base + (index < longer)
-            dealt[(to + turn) % chunks].append(range(start, stop))
-            start = stop
-        turn += len(document)  # `longer` pieces have a token more: the next document starts behind them
-    return dealt
-
-
-def _whole_documents(deal: Deal, chunks: int) -> list[list[range]]:
-    mask, dealt = deal.mask, [list[range]() for _ in range(chunks)]
+def _whole_documents(deal: Deal, chunks: int) -> Pieces:
+    mask, to = deal.mask, np.zeros(len(deal.mask.lengths), np.int64)
     least = [(0, 0, chunk) for chunk in range(chunks)]
-    documents, work = _documents(mask), mask.work_of_documents
-    for index in np.lexsort((-np.array(mask.lengths), -work)):
+    work = mask.work_of_documents
+    for index in np.lexsort((-np.array(mask.lengths), -work)).tolist():
         done, tokens, chunk = heapq.heappop(least)
-        dealt[chunk].append(documents[index])
-        heapq.heappush(least, (done + int(work[index]), tokens + len(documents[index]), chunk))
-    return dealt
+        to[index] = chunk
+        heapq.heappush(least, (done + int(work[index]), tokens + mask.lengths[index], chunk))
+    return Pieces(to, *_documents(mask))
 
 
-def _blocks(deal: Deal, chunks: int) -> list[list[range]]:
-    seqlen, dealt = deal.mask.seqlen, [list[range]() for _ in range(chunks)]
-    each = -(-seqlen // (deal.block_tokens * chunks)) if deal.block_tokens else BLOCKS_EACH
-    blocks, work = _cut(deal.mask, each * chunks, chunks)
-    for index, block in enumerate(np.argsort(-work, kind="stable")):
-        turn, place = divmod(index, chunks)
-        dealt[chunks - 1 - place if turn % 2 else place].append(blocks[block])
-    return dealt
+def _blocks(deal: Deal, chunks: int) -> Pieces:
+    each = -(-deal.mask.seqlen // (deal.block_tokens * chunks)) if deal.block_tokens else BLOCKS_EACH
+    edges, work = _cut(deal.mask, each * chunks, chunks)
+    turn, place = np.divmod(np.arange(work.size), chunks)
+    to = np.empty(work.size, np.int64)
+    to[np.argsort(-work, kind="stable")] = np.where(turn % 2, chunks - 1 - place, place)
+    return Pieces(to, edges[:-1], edges[1:])
 
 
-def _cut(mask: Pack, count: int, chunks: int) -> tuple[list[range], np.ndarray]:
-    """About `count` equal blocks of the sequence, a multiple of `chunks` if there are that many, and their work."""
+def _cut(mask: Pack, count: int, chunks: int) -> tuple[np.ndarray, np.ndarray]:
+    """The edges of about `count` equal blocks of the sequence, a multiple of `chunks` if there are that many, and their
+    work: (blocks + 1,), (blocks,).
+    """
     count = min(count, mask.seqlen)
     count -= count % chunks if count > chunks else 0
-    blocks = [piece(index, count, mask.seqlen) for index in range(count)]
-    return blocks, np.diff(mask.work_before(np.array([*(block.start for block in blocks), mask.seqlen])))
+    base, longer = divmod(mask.seqlen, count)
+    numbers = np.arange(count + 1)
+    edges = numbers * base + np.minimum(numbers, longer)
+    return edges, np.diff(mask.work_before(edges))
 
 
-def _balanced(deal: Deal, chunks: int) -> list[list[range]]:
+def _balanced(deal: Deal, chunks: int) -> Pieces:
     seqlen = deal.mask.seqlen
     if deal.block_tokens:
-        return _least_first(*_cut(deal.mask, -(-seqlen // (deal.block_tokens * chunks)) * chunks, chunks), chunks)[0]
-    best, least = [list[range]()], np.inf
+        edges, work = _cut(deal.mask, -(-seqlen // (deal.block_tokens * chunks)) * chunks, chunks)
+        return Pieces(_least_first(work, chunks)[0], edges[:-1], edges[1:])
+    best, least = Pieces(*[np.zeros(0, np.int64)] * 3), np.inf
     each = 1
     while each == 1 or (least > EVEN and each <= BLOCKS_EACH and each * chunks <= seqlen):
-        dealt, imbalance = _least_first(*_cut(deal.mask, each * chunks, chunks), chunks)
+        edges, work = _cut(deal.mask, each * chunks, chunks)
+        to, imbalance = _least_first(work, chunks)
         if imbalance < least:
-            best, least = dealt, imbalance
+            best, least = Pieces(to, edges[:-1], edges[1:]), imbalance
         each *= 2
     return best
 
 
-def _least_first(blocks: list[range], work: np.ndarray, chunks: int) -> tuple[list[list[range]], float]:
-    """The blocks of each chunk, as many for all, and the busiest chunk's work over the mean."""
-    dealt, room = [list[range]() for _ in range(chunks)], -(-len(blocks) // chunks)
+def _least_first(work: np.ndarray, chunks: int) -> tuple[np.ndarray, float]:
+    """The chunk of each block, as many for all, and the busiest chunk's work over the mean."""
+    to, dealt, room = np.zeros(work.size, np.int64), [0] * chunks, -(-work.size // chunks)
     least = [(0, chunk) for chunk in range(chunks)]
     full: list[int] = []
-    for block in np.argsort(-work, kind="stable"):
+    for block in np.argsort(-work, kind="stable").tolist():
         done, chunk = heapq.heappop(least)
-        dealt[chunk].append(blocks[block])
+        to[block] = chunk
+        dealt[chunk] += 1
         done += int(work[block])
-        if len(dealt[chunk]) < room:
+        if dealt[chunk] < room:
             heapq.heappush(least, (done, chunk))
         else:
             full.append(done)
     busiest = max([*full, *(done for done, _ in least)])
-    return dealt, busiest * chunks / max(int(work.sum()), 1)
+    return to, busiest * chunks / max(int(work.sum()), 1)
 
 
-def _hybrid(deal: Deal, chunks: int) -> list[list[range]]:
+def _hybrid(deal: Deal, chunks: int) -> Pieces:
     mask = deal.mask
     if deal.block_tokens:
         return _in_sub_groups(mask, chunks, _sub_groups(mask, chunks, deal.block_tokens)[0])
@@ -254,25 +269,24 @@ def _sub_groups(mask: Pack, chunks: int, tokens: int) -> tuple[list[tuple[int, i
     return found, float(each.max() / each.mean())
 
 
-def _in_sub_groups(mask: Pack, chunks: int, sub_groups: list[tuple[int, int]]) -> list[list[range]]:
+def _in_sub_groups(mask: Pack, chunks: int, sub_groups: list[tuple[int, int]]) -> Pieces:
     """The pieces of each chunk: zigzag inside each document's sub-group."""
-    dealt = [list[range]() for _ in range(chunks)]
-    for document, (first, size) in zip(_documents(mask), sub_groups, strict=True):
-        if size == 1:
-            dealt[first].append(document)
-            continue
-        for number in range(2 * size):
-            part = piece(number, 2 * size, len(document))
-            to = first + min(number, 2 * size - 1 - number)
-            dealt[to].append(range(document.start + part.start, document.start + part.stop))
-    return dealt
+    start, stop = _documents(mask)
+    first, size = np.array(sub_groups).T
+    many = np.where(size == 1, 1, 2 * size)
+    of = np.repeat(np.arange(many.size), many)
+    number = np.arange(of.size) - np.repeat(np.cumsum(many) - many, many)
+    base, longer = (each[of] for each in np.divmod(stop - start, many))
+    at = start[of] + number * base + np.minimum(number, longer)
+    to = first[of] + np.minimum(number, many[of] - 1 - number)
+    return Pieces(to, at, at + base + (number < longer))
 
 
-DEALERS: dict[str, Callable[[Deal, int], list[list[range]]]] = {
+DEALERS: dict[str, Callable[[Deal, int], Pieces]] = {
     "zigzag_documents": _zigzag_documents,
     "whole_documents": _whole_documents,
     "blocks": _blocks,
     "balanced": _balanced,
     "hybrid": _hybrid,
 }
-"""The layouts that know the documents of a pack: (deal, chunks) -> the runs of positions of each chunk."""
+"""The layouts that know the documents of a pack: (deal, chunks) -> the runs of positions and their chunks."""

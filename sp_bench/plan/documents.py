@@ -11,7 +11,7 @@ further limits how far a query sees. No length has to be divisible by anything.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -21,7 +21,7 @@ import numpy as np
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.dealers import DEALERS, FOR_ANY, Deal, Dealt
-from sp_bench.plan.intervals import pair_counts, regions_between, regions_of_runs, runs_of
+from sp_bench.plan.intervals import Runs, pair_counts, regions_of_runs, runs_of
 from sp_bench.plan.layout import LAYOUTS, Layout, Positions
 from sp_bench.plan.mask import CAUSAL, FULL, Blocks, Mask, Part
 from sp_bench.plan.regions import Regions
@@ -130,18 +130,21 @@ class Packed(OfLengths):
         return np.concatenate(turns)
 
     def regions(self, q: Positions, kv: Positions) -> Regions:
-        if not (any(q) and any(kv)):
-            return ()
-        low, high = min(q[0].start, kv[0].start), max(q[-1][-1], kv[-1][-1])
-        documents = np.searchsorted(self.edges, [low, high], side="right")
-        if documents[0] == documents[1] and not self.windowed:
-            return (CAUSAL if self.causal else FULL).regions(q, kv)
         of_q, of_kv = runs_of(q), runs_of(kv)
-        if of_q and of_kv:
-            return regions_of_runs(self, of_q, of_kv)
-        first, stop = self.sees(_flat(q))
-        keys = _flat(kv)
-        return regions_between(np.searchsorted(keys, first), np.searchsorted(keys, stop))
+        return self.inside.regions(q, kv) if self.in_one(of_q, of_kv) else regions_of_runs(self, of_q, [of_kv])[0]
+
+    def in_one(self, q: Runs, kv: Runs) -> bool:
+        """Whether all these queries and keys are of one document, of which there is no window."""
+        if self.windowed or not (q.start.size and kv.start.size):
+            return False
+        ends = min(q.start[0], kv.start[0]), max(q.stop[-1], kv.stop[-1]) - 1
+        low, high = np.searchsorted(self.edges, ends, side="right")
+        return bool(low == high)
+
+    @property
+    def inside(self) -> Mask:
+        """The mask of one document, without a window."""
+        return CAUSAL if self.causal else FULL
 
     def blocks(self, layout: Layout, n: int, seqlen: int, kv_seqlen: int | None = None) -> PackBlocks:
         return _blocks(self, layout, n, seqlen)
@@ -298,9 +301,34 @@ class PackBlocks(Blocks):
 
     def regions_of(self, kind: int) -> Regions:
         if kind not in self.found:
-            q, kv = map(self._queries, divmod(int(kind), self.chunks))
-            self.found[kind] = self.mask.regions(q, kv) if self.computes[kind] else ()
+            self.find([kind])
         return self.found[kind]
+
+    def find(self, kinds: Iterable[int]) -> None:
+        by_queries: dict[int, list[int]] = {}
+        for kind in map(int, kinds):
+            q, kv = divmod(kind, self.chunks)
+            if kind in self.found or not self.computes[kind]:
+                self.found.setdefault(kind, ())
+            elif self.mask.in_one(self._runs[q], self._runs[kv]):
+                self.found[kind] = self.mask.inside.regions(self._dealt[q], self._dealt[kv])
+            else:
+                by_queries.setdefault(q, []).append(kv)
+        for q, keys in by_queries.items():
+            each = regions_of_runs(self.mask, self._runs[q], [self._runs[kv] for kv in keys])
+            self.found.update({q * self.chunks + kv: regions for kv, regions in zip(keys, each, strict=True)})
+
+    @cached_property
+    def _dealt(self) -> list[Positions]:
+        """The positions of every chunk."""
+        return [self._queries(chunk) for chunk in range(self.chunks)]
+
+    @cached_property
+    def _runs(self) -> list[Runs]:
+        """The positions of every chunk, as runs."""
+        if isinstance(self.layout, Dealt):
+            return [Runs(start, stop) for start, stop in self.layout.ranges.runs(self.chunks)]
+        return [runs_of(positions) for positions in self._dealt]
 
     @property
     def classes(self) -> int:
@@ -310,9 +338,9 @@ class PackBlocks(Blocks):
     def owner(self) -> np.ndarray:
         """The chunk of each position: (seqlen,)."""
         owner = np.empty(self.seqlen, np.int64)
-        for chunk in range(self.chunks):
-            for run in self._queries(chunk):
-                owner[run.start : run.stop : run.step] = chunk
+        for chunk, runs in enumerate(self._runs):
+            for start, stop in zip(runs.start.tolist(), runs.stop.tolist(), strict=True):
+                owner[start : stop : runs.step] = chunk
         return owner
 
     @cached_property
@@ -322,11 +350,12 @@ class PackBlocks(Blocks):
     @cached_property
     def computes(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether any pair of each class is computed, (classes,): found without counting pairs."""
-        dealt = [runs_of(self._queries(chunk)) for chunk in range(self.chunks)]
-        if not all(dealt):
+        if not self.mask.windowed and self._all_see_all_in_one():
+            return np.ones(self.classes, bool)
+        if any(runs.step > 1 for runs in self._runs):
             return self.pairs > 0
-        owner = np.repeat(np.arange(self.chunks), [runs.start.size for runs in dealt if runs])
-        start, stop = (np.concatenate(each) for each in zip(*filter(None, dealt), strict=True))
+        owner = np.repeat(np.arange(self.chunks), [runs.start.size for runs in self._runs])
+        start, stop = (np.concatenate([runs[i] for runs in self._runs]) for i in range(2))
         order = np.argsort(start)
         owner, start, stop = owner[order], start[order], stop[order]
         # The queries of a run see neighbouring keys, all together.
@@ -339,6 +368,19 @@ class PackBlocks(Blocks):
         found = np.zeros((self.chunks, self.chunks), bool)
         found[:, keys] = np.logical_or.reduceat(seen, begins, axis=1)
         return found.ravel()
+
+    def _all_see_all_in_one(self) -> bool:
+        """Whether queries of each chunk see keys of every chunk in the longest document, which has no window."""
+        longest = int(np.argmax(self.mask.lengths))
+        low, high = self.mask.edges[longest : longest + 2]
+        first, last = [], []
+        for start, stop, step in self._runs:
+            here = slice(np.searchsorted(stop, low, "right"), np.searchsorted(start, high))
+            if here.start >= here.stop:
+                return False
+            first.append(start[here][0] + max(-((start[here][0] - low) // step), 0) * step)
+            last.append(start[here][-1] + (min(stop[here][-1], high) - 1 - start[here][-1]) // step * step)
+        return max(first) <= min(last) if self.mask.causal else bool(np.less_equal(first, last).all())
 
     def parts(self, *, keys: bool) -> Sequence[Part]:
         """Whole chunks: a kernel for variable lengths returns all rows."""
@@ -428,7 +470,3 @@ class PackBlocks(Blocks):
 def _blocks(mask: Packed, layout: Layout, n: int, seqlen: int) -> PackBlocks:
     # Counting pairs takes long, and a method's variants deal alike.
     return PackBlocks(mask, layout, n, seqlen, seqlen)
-
-
-def _flat(positions: Positions) -> np.ndarray:
-    return np.concatenate([np.arange(run.start, run.stop, run.step) for run in positions] or [np.zeros(0, int)])

@@ -2,11 +2,14 @@
 
 All masks here are of that kind: a query at position p sees the keys from first(p) up to stop(p) - 1, and neither falls
 as p grows. Documents, sliding windows and chunks are, and so are causal and full.
+
+The regions of a block are those of its queries in turn: queries whose ends both stay, or move on by a key a query,
+form a strip, which is a rectangle, a triangle at one of its ends, or a band, which is cut into triangles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -30,49 +33,42 @@ class Sizes(NamedTuple):
 def sizes_of(regions: Iterable[Region]) -> Sizes:
     """The sizes of regions, in their order."""
     plain = [region.plain for region in regions]
-    found = [(_KINDS[each.kind], len(each.q), len(each.kv), each.pairs) for each in plain]
+    found = [(_KINDS.index(each.kind), len(each.q), len(each.kv), each.pairs) for each in plain]
     kind, q_tokens, kv_tokens, pairs = np.array(found, float).reshape(-1, 4).T
     return Sizes(kind.astype(int), q_tokens, kv_tokens, pairs)
 
 
-_KINDS = {RegionKind.FULL: 0, RegionKind.CAUSAL: 1, RegionKind.UPPER: 2}
-
-
-def regions_between(first: np.ndarray, stop: np.ndarray) -> Regions:
-    """The regions of a block in which query x sees the keys first[x] <= y < stop[x], as indices in their chunks.
-
-    first, stop: (queries,), neither falls. Queries whose ends both stay, or move on by a key a query, form a strip; a
-    strip is a rectangle, a triangle at one of its ends, or a band, which is cut into triangles.
-    """
-    rows = np.flatnonzero(stop > first)
-    if not rows.size:
-        return ()
-    first, stop = first[rows], stop[rows]
-    code = _code(np.diff(rows) == 1, np.diff(first), np.diff(stop))
-    ends = np.flatnonzero(np.append(code[1:] != code[:-1], True)) + 1 if code.size else np.zeros(0, int)
-    counts = np.diff(ends, prepend=0)
-    each, alone = np.zeros(rows.size, int), np.arange(rows.size + 1)
-    return _regions(Stretches(rows, first, stop, alone, each, each), code[ends - 1], counts)
+_KINDS = (RegionKind.FULL, RegionKind.CAUSAL, RegionKind.UPPER)
 
 
 class Runs(NamedTuple):
-    """Runs of neighbouring positions, ascending: (runs,) each."""
+    """Runs of positions `step` apart, ascending: (runs,) each."""
 
     start: np.ndarray
     stop: np.ndarray
+    """The position behind the last one."""
+    step: int = 1
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Positions of each run."""
+        return -(-(self.stop - self.start) // self.step)
 
     def below(self, positions: np.ndarray) -> np.ndarray:
         """How many positions of the runs are below each of `positions`."""
-        tokens = self.stop - self.start
+        tokens = self.tokens
         run = np.maximum(np.searchsorted(self.start, positions, "right") - 1, 0)
-        return (np.cumsum(tokens) - tokens)[run] + np.clip(positions - self.start[run], 0, tokens[run])
+        into = -((self.start[run] - positions) // self.step)
+        return (np.cumsum(tokens) - tokens)[run] + np.minimum(np.maximum(into, 0), tokens[run])
 
 
-def runs_of(positions: Iterable[range]) -> Runs | None:
-    """Positions as runs; None where they are no neighbours."""
-    found = [(run.start, run.stop, run.step) for run in positions if run]
+def runs_of(positions: Iterable[range]) -> Runs:
+    """Positions as runs. All that have several positions have them equally far apart."""
+    found = [(run.start, run[-1] + 1, run.step if len(run) > 1 else 0) for run in positions if run]
     start, stop, step = np.array(found, np.int64).reshape(-1, 3).T
-    return Runs(start, stop) if (step == 1).all() else None
+    apart = int(step.max(initial=0)) or 1
+    assert np.isin(step, (0, apart)).all(), "runs of one step"
+    return Runs(start, stop, apart)
 
 
 class Sight(Protocol):
@@ -87,47 +83,69 @@ class Sight(Protocol):
         ...
 
 
-def regions_of_runs(mask: Sight, q: Runs, kv: Runs) -> Regions:
-    """The regions of a block of runs of queries and keys, as regions_between finds them.
+def regions_of_runs(mask: Sight, q: Runs, keys: Sequence[Runs]) -> list[Regions]:
+    """The regions of blocks of runs of queries and each of several runs of keys.
 
     Between two turns, what a query sees stays or moves on by a key a query at either end. So that turns are looked at
-    in the place of queries.
+    in the place of queries, for all keys at once: what is even between two turns is so between more of them.
     """
-    if not (q.start.size and kv.start.size):
-        return ()
-    low, high = q.start[0], q.stop[-1]
-    turns = mask.turns(low, high, np.concatenate([kv.start, kv.stop]))
-    cuts = np.sort(np.concatenate([q.start, q.stop, turns]).clip(low, high))
-    cuts = cuts[np.diff(cuts, prepend=-1) > 0]
-    run = np.searchsorted(q.start, cuts[:-1], "right") - 1
-    inside = cuts[:-1] < q.stop[run]
-    at, count = cuts[:-1][inside], np.diff(cuts)[inside]
-    ends = np.concatenate([at, at + count - 1])
-    first, last_first, stop, last_stop = np.split(kv.below(np.concatenate(mask.sees(ends))), 4)
-    row = q.below(at)
+    if not q.start.size:
+        return [()] * len(keys)
+    tokens = q.tokens
+    behind = np.cumsum(tokens)
+    turns = mask.turns(q.start[0], q.stop[-1], np.concatenate([ends for kv in keys for ends in (kv.start, kv.stop)]))
+    cuts = np.sort(np.concatenate([behind - tokens, q.below(turns)]))
+    row = cuts[np.diff(cuts, prepend=-1) > 0]
+    row = row[row < behind[-1]]
+    count = np.diff(row, append=behind[-1])
+    run = np.searchsorted(behind, row, "right")
+    at = q.start[run] + (row - behind[run] + tokens[run]) * q.step
+    seen = np.concatenate(mask.sees(np.concatenate([at, at + (count - 1) * q.step])))
+    below = np.concatenate([kv.below(seen).reshape(4, -1) for kv in keys], axis=1)
+    row, count = np.tile(row, len(keys)), np.tile(count, len(keys))
+    return _of_stretches(np.repeat(np.arange(len(keys)), at.size), row, count, below, len(keys))
+
+
+def _of_stretches(
+    block: np.ndarray, row: np.ndarray, count: np.ndarray, below: np.ndarray, blocks: int
+) -> list[Regions]:
+    """The regions of each block, of stretches of so many queries from a row on, one block behind the other.
+
+    `below` has the first key, and the one behind the last, that the first and last query of each see: (4, stretches).
+    """
+    first, last_first, stop, last_stop = below
     # At the end of a stretch that sees more and more, or less and less, a query may see none.
     none, last_none = first >= stop, last_first >= last_stop
-    row, stop, count = row + (none & ~last_none), stop + (none & ~last_none), count - (none | last_none)
+    more = none & ~last_none
+    row, stop, count = row + more, stop + more, count - (none | last_none)
     last_first = last_first - (last_none & ~none)
     some = (count > 0) & ~(none & last_none)
     if not some.any():
-        return ()
-    row, first, stop, last_first, last_stop, count = (x[some] for x in (row, first, stop, last_first, last_stop, count))
+        return [()] * blocks
+    block, row, first, stop, last_first, last_stop, count = (
+        x[some] for x in (block, row, first, stop, last_first, last_stop, count)
+    )
     falls, rises = last_first > first, last_stop > stop
-    inner = 2 * falls + rises
-    outer = _moves(row[1:] == (row + count)[:-1], first[1:] - last_first[:-1], stop[1:] - last_stop[:-1])
-    code = np.stack([inner, np.append(outer, -1)], axis=1).ravel()
+    neighbours = (row[1:] == (row + count)[:-1]) & (block[1:] == block[:-1])
+    outer = _moves(neighbours, first[1:] - last_first[:-1], stop[1:] - last_stop[:-1])
+    # Moves inside each stretch, and on to the next one; a query alone at the end.
+    code = np.stack([2 * falls + rises, np.append(outer, -1)], axis=1).ravel()
     counts = np.stack([count - 1, np.ones_like(count)], axis=1).ravel()
-    code, counts = code[:-1][counts[:-1] > 0], counts[:-1][counts[:-1] > 0]
-    begins = np.flatnonzero(np.diff(code, prepend=-2))
-    code, counts = code[begins], np.add.reduceat(counts, begins) if counts.size else counts
+    code, counts = code[counts > 0], counts[counts > 0]
+    begins = np.flatnonzero(np.diff(code[:-1], prepend=-2))
+    total = np.append(0, np.cumsum(counts))
+    counts = np.diff(total[np.append(begins, code.size - 1)], append=total[-1])
+    code = np.append(code[begins], -1)
     code[(code == 3) & (counts == 1)] = -1  # two queries are no band
-    return _regions(Stretches(row, first, stop, np.append(0, np.cumsum(count)), 1 * falls, 1 * rises), code, counts)
+    number = np.append(0, np.cumsum(count)[:-1])
+    return _regions(_strips(Stretches(block, row, first, stop, number, 1 * falls, 1 * rises), code, counts), blocks)
 
 
 class Stretches(NamedTuple):
     """Stretches of queries that see a key, along which what they see moves evenly: (stretches,) each."""
 
+    block: np.ndarray
+    """The place of their block."""
     row: np.ndarray
     """The first query."""
     first: np.ndarray
@@ -135,19 +153,28 @@ class Stretches(NamedTuple):
     stop: np.ndarray
     """The key behind the last one."""
     number: np.ndarray
-    """The first query among those that see a key, and how many there are: (stretches + 1,)."""
+    """The first query among those that see a key."""
     falls: np.ndarray
     """By how many keys the first one that is seen moves on from query to query."""
     rises: np.ndarray
     """By how many keys the last one does."""
 
 
-def _code(neighbours: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """_moves from query to query, but that two queries are no band."""
-    code = _moves(neighbours, first, stop)
-    before, after = np.append(-1, code[:-1]), np.append(code[1:], -1)
-    code[(code == 3) & (before != 3) & (after != 3)] = -1
-    return code
+class Strips(NamedTuple):
+    """Strips of queries: (strips,) each."""
+
+    block: np.ndarray
+    """The place of their block."""
+    row: np.ndarray
+    """The first query."""
+    size: np.ndarray
+    """How many queries there are."""
+    first: np.ndarray
+    """The first key that the first query sees."""
+    stop: np.ndarray
+    """The key behind the last one that it sees."""
+    move: np.ndarray
+    """How the ends move on, as _moves says."""
 
 
 def _moves(neighbours: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
@@ -158,68 +185,84 @@ def _moves(neighbours: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.nd
     return np.where(neighbours & (first <= 1) & (stop <= 1), 2 * first + stop, -1)
 
 
-def _regions(stretches: Stretches, code: np.ndarray, counts: np.ndarray) -> Regions:
-    """The regions of queries, from what they see and from runs of equal moves between them: (runs,) each."""
-    row, first, stop, number, falls, rises = (x.tolist() for x in stretches)
-    codes, ends, queries = code.tolist(), np.cumsum(counts).tolist(), number[-1]
-    found: list[Region] = []
-    at, run, stretch = 0, 0, 0
-    while at < queries:
-        while run < len(ends) and ends[run] <= at:
-            run += 1
-        while number[stretch + 1] <= at:
-            stretch += 1
-        alone = at == queries - 1 or codes[run] < 0
-        last, move = (at, 0) if alone else (ends[run], codes[run])
-        into = at - number[stretch]
-        here = first[stretch] + into * falls[stretch], stop[stretch] + into * rises[stretch]
-        start = row[stretch] + into
-        found += _strip(range(start, start + last - at + 1), *here, falls=move >= 2, rises=move % 2 == 1)
-        at = last + 1
-    return tuple(_joined(found))
+def _strips(stretches: Stretches, code: np.ndarray, counts: np.ndarray) -> Strips:
+    """The strips of queries, by runs of equal moves between them: (runs,) each, the last of one query to nowhere.
 
-
-def _strip(queries: range, first: int, stop: int, *, falls: bool, rises: bool) -> Iterator[Region]:
-    """The regions of a strip: the first of its queries sees first <= y < stop.
-
-    `rises` says that each further query sees one key more at the end, `falls` that it sees one less at the start.
+    Each query is in one strip: the move from the last query of a strip is none of the next one.
     """
-    size = len(queries)
-    if falls and rises:
-        for at in range(0, size, stop - first):
-            rows = queries[at : at + stop - first]
-            lost, kept, won = first + at, first + at + len(rows), stop + at
-            yield Region(RegionKind.UPPER, rows, range(lost, kept))
-            if kept < won:
-                yield Region(RegionKind.FULL, rows, range(kept, won))
-            if len(rows) > 1:
-                yield Region(RegionKind.CAUSAL, rows[1:], range(won, won + len(rows) - 1))
-        return
-    if rises:
-        yield Region(RegionKind.CAUSAL, queries, range(stop - 1, stop - 1 + size))
-        stop -= 1
-    elif falls:
-        yield Region(RegionKind.UPPER, queries, range(first, first + size))
-        first += size
-    if first < stop:
-        yield Region(RegionKind.FULL, queries, range(first, stop))
+    runs, begins, even = np.arange(code.size), np.cumsum(counts) - counts, code >= 0
+    # A run begins with a move that the strip before it ends at. It has then no strip if it is that move alone.
+    alone = even & (counts == 1)
+    reset = np.maximum.accumulate(np.where(alone, -1, runs))
+    after = np.where(reset >= 0, even[reset], False) ^ ((runs - reset) % 2 == 1)
+    taken = np.append(False, after[:-1])
+    many = np.where(even, 1 * (counts > taken), counts - taken)
+    of = np.repeat(runs, many)
+    at = (begins + taken)[of] + np.arange(of.size) - np.repeat(np.cumsum(many) - many, many)
+    stretch = np.searchsorted(stretches.number, at, "right") - 1
+    block, row, first, stop, number, falls, rises = (x[stretch] for x in stretches)
+    into = at - number
+    size = np.where(even[of], (begins + counts)[of] - at + 1, 1)
+    return Strips(block, row + into, size, first + into * falls, stop + into * rises, np.maximum(code[of], 0))
 
 
-def _joined(regions: Sequence[Region]) -> Iterator[Region]:
-    """The regions with FULL ones joined that have the same keys and neighbouring queries."""
-    open_ones: dict[tuple[int, int], Region] = {}
-    for region in regions:
-        if region.kind is not RegionKind.FULL:
-            yield region
-            continue
-        keys = (region.kv.start, region.kv.stop)
-        before = open_ones.get(keys)
-        if before and before.q.stop == region.q.start:
-            region = region._replace(q=range(before.q.start, region.q.stop))
-        elif before:
-            yield before
-        open_ones[keys] = region
-    yield from open_ones.values()
+def _regions(strips: Strips, blocks: int) -> list[Regions]:
+    """The regions of each block's strips, FULL ones joined that have the same keys and neighbouring queries."""
+    block, row, size, first, stop, move = _cut_bands(strips)
+    falls, rises = move >= 2, move % 2 == 1
+    low, high = first + size * falls, stop - (rises & ~falls)
+    # Up to three of each strip: the triangle of its own kind, the rectangle, and the last triangle of a band.
+    there = np.flatnonzero(np.stack([falls | rises, low < high, falls & rises & (size > 1)], axis=1).ravel())
+    strip, part = np.divmod(there, 3)
+    block, row, size, first, stop, low, high, falls = (
+        x[strip] for x in (block, row, size, first, stop, low, high, falls)
+    )
+    kind = np.choose(part, [1 + falls, 0, 1])
+    q_start, q_stop = row + (part == 2), row + size
+    kv_start = np.choose(part, [np.where(falls, first, high), low, stop])
+    kv_stop = np.choose(part, [np.where(falls, low, high + size), high, stop + size - 1])
+    firsts, lasts, place = _joined(np.stack([block, kind, q_start, q_stop, kv_start, kv_stop]))
+    q_stop[firsts] = q_stop[lasts]
+    order = np.lexsort((place, block))
+    order = order[place[order] >= 0]
+    of_kind, *ends = (x[order].tolist() for x in (kind, q_start, q_stop, kv_start, kv_stop))
+    found = tuple(map(Region, map(_KINDS.__getitem__, of_kind), map(range, *ends[:2]), map(range, *ends[2:])))
+    behind = np.cumsum(np.bincount(block[order], minlength=blocks)).tolist()
+    return [found[start:stop] for start, stop in zip([0, *behind], behind, strict=False)]
+
+
+def _cut_bands(strips: Strips) -> Strips:
+    """The strips with bands cut into runs of as many queries as a query sees keys."""
+    band, width = strips.move == 3, strips.stop - strips.first
+    if not band.any():
+        return strips
+    parts = np.where(band, -(-strips.size // width), 1)
+    of = np.repeat(np.arange(parts.size), parts)
+    at = (np.arange(of.size) - np.repeat(np.cumsum(parts) - parts, parts)) * width[of]
+    block, row, size, first, stop, move = (x[of] for x in strips)
+    size = np.where(move == 3, np.minimum(size - at, stop - first), size)
+    return Strips(block, row + at, size, first + at, stop + at, move)
+
+
+def _joined(regions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(the first of FULL regions that are joined, the last of them, the place of each region in its block, or -1).
+
+    `regions` are (block, kind, first query, the one behind the last, first key, the one behind the last) of each. A
+    FULL region comes where the next with its keys begins, or behind all others.
+    """
+    block, kind, q_start, q_stop, kv_start, kv_stop = regions
+    index, place = np.flatnonzero(kind == 0), np.arange(kind.size)
+    if not index.size:
+        return index, index, place
+    by_keys = index[np.lexsort((index, kv_stop[index], kv_start[index], block[index]))]
+    same = np.logical_and.reduce([np.diff(x[by_keys]) == 0 for x in (block, kv_start, kv_stop)])
+    follows = same & (q_stop[by_keys[:-1]] == q_start[by_keys[1:]])
+    begins = np.flatnonzero(np.append(True, ~follows))
+    of_keys = by_keys[np.maximum.accumulate(np.where(np.append(True, ~same), np.arange(by_keys.size), 0))]
+    firsts, again = by_keys[begins], np.append(same[begins[1:] - 1], False)
+    place[index] = -1
+    place[firsts] = np.where(again, np.append(firsts[1:], 0), kind.size + of_keys[begins])
+    return firsts, by_keys[np.append(begins[1:], by_keys.size) - 1], place
 
 
 def pair_counts(owner: np.ndarray, chunks: int, first: np.ndarray, stop: np.ndarray) -> np.ndarray:

@@ -181,6 +181,8 @@ class Shards:
         self.layout.refuse(self.n, self.stretches[-1], key)
 
     def _one_after_the_other(self, dealt: Callable[[int], Positions]) -> Positions:
+        if len(self.stretches) == 1:
+            return tuple(filter(None, dealt(self.seqlen)))
         starts = accumulate(self.stretches, initial=0)
         moved = (
             range(run.start + start, run.stop + start, run.step)

@@ -328,6 +328,9 @@ class Blocks:
         """The regions of a class; empty for one that no pair of ranks has."""
         return self._regions[kind]
 
+    def find(self, kinds: Iterable[int]) -> None:
+        """Find the regions of some classes that will be asked for, all at once where that is faster."""
+
     def held_of(self, kind: int) -> Regions:
         """The regions of a class with keys that all ranks hold."""
         return ()
@@ -418,7 +421,7 @@ class Blocks:
         """The positions of a chunk's queries among the keys."""
         ahead = self.mask.history(self.seqlen, self.kv_seqlen)
         runs = self.queries.chunk_positions(chunk)
-        return tuple(range(run.start + ahead, run.stop + ahead, run.step) for run in runs)
+        return tuple(range(run.start + ahead, run.stop + ahead, run.step) for run in runs) if ahead else runs
 
 
 @dataclass(frozen=True)

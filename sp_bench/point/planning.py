@@ -12,12 +12,13 @@ from dataclasses import replace
 from statistics import median
 
 from sp_bench.lower import TransportKind, lower
+from sp_bench.plan.block_classes import find_regions
 from sp_bench.plan.casts import keys_of, rows_from, rows_to
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.demand import demand, untouched_partials
 from sp_bench.plan.documents import Packed
 from sp_bench.plan.method import Method
-from sp_bench.plan.ops import Attend, AttendBackward, Fused, Gathered, GroupCast, Pass, Plan
+from sp_bench.plan.ops import Fused, Gathered, GroupCast, Pass, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import rows_sent
 from sp_bench.plan.union import kernel_calls
@@ -60,14 +61,13 @@ def plan_pack(
         lower(plan, problem, transport)
         demand(plan, problem)
         untouched_partials(plan, problem)
+        find_regions(plan, problem, rank)
         for _, op in plan:
             match op:
                 case Gathered():
                     keys_of(op, problem, rank)
                 case Fused():
                     kernel_calls(op, problem, rank)
-                case Attend() | AttendBackward():
-                    problem.blocks.regions_of(int(problem.blocks.of(op.q.owner(rank), op.kv.owner(rank))))
                 case GroupCast():
                     for member in op.members:
                         rows_to(op, problem, rank, member)

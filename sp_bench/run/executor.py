@@ -17,6 +17,7 @@ from torch.autograd import profiler as autograd_profiler
 
 from sp_bench.kernels import BlockKernel
 from sp_bench.lower import lower
+from sp_bench.plan.block_classes import find_regions
 from sp_bench.plan.ops import Chunk, Op, Plan, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.run.annotations import annotation
@@ -64,6 +65,7 @@ class Executor:
         `timed` marks the times of kernels, folds and waits by events of a device; on a CPU they are always known.
         """
         lowering = lower(plan, problem, transport.kind)
+        find_regions(plan, problem, rank)
         self._plan, self._transport, self._device, self._buffers = plan, transport, device, buffers
         self._on_host, self._timed = queues is None, timed or queues is None
         self._streams: Streams = DeviceStreams(plan, lowering, queues) if queues else ThreadStreams(plan, lowering)

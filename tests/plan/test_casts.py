@@ -10,13 +10,13 @@ from sp_bench.plan import DKV, DOWN, KV, Chunk, Group, GroupCast, GroupReduce, P
 from sp_bench.plan.casts import Casts, casts, most_rows, rows_moved
 from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.documents import Packed
-from sp_bench.plan.intervals import Runs, regions_between, regions_of_runs
+from sp_bench.plan.intervals import Runs, regions_of_runs
 from sp_bench.plan.layout import LAYOUTS, Shards
 from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.regions import RegionKind
 from tests.support.dealing import tokens_of
 from tests.support.packs import packs
-from tests.support.regions import times_computed
+from tests.support.regions import regions_by_query, times_computed
 from tests.support.seen import seen
 
 names = st.sampled_from([*LAYOUTS, *DEALERS])
@@ -76,16 +76,26 @@ def assert_computes(found: Casts, visible: np.ndarray, queries: list, chunks: li
 
 @given(packs(most_documents=12), st.data())
 def test_regions_of_runs_are_those_found_query_by_query(mask: Packed, data: st.DataObject) -> None:
-    """The same regions in the same order, whichever positions a block has."""
+    """The same regions in the same order, whichever positions blocks have, of several blocks at once."""
     some = st.lists(st.booleans(), min_size=mask.seqlen, max_size=mask.seqlen)
-    q, kv = (np.flatnonzero(data.draw(some)) for _ in range(2))
-    runs = []
-    for positions in (q, kv):
-        before, after = np.diff(positions, prepend=-2), np.diff(positions, append=mask.seqlen + 1)
-        runs.append(Runs(positions[before > 1], positions[after > 1] + 1))
+    q, *keys = (np.flatnonzero(data.draw(some)) for _ in range(data.draw(st.integers(2, 4))))
+    of_q, *of_keys = (
+        Runs(at[np.diff(at, prepend=-2) > 1], at[np.diff(at, append=mask.seqlen + 1) > 1] + 1) for at in (q, *keys)
+    )
     first, stop = mask.sees(q)
-    wanted = regions_between(np.searchsorted(kv, first), np.searchsorted(kv, stop))
-    assert regions_of_runs(mask, *runs) == wanted
+    wanted = [regions_by_query(np.searchsorted(kv, first), np.searchsorted(kv, stop)) for kv in keys]
+    assert regions_of_runs(mask, of_q, of_keys) == wanted
+
+
+@given(packs(most_documents=12), st.integers(1, 5), st.data())
+def test_regions_of_strided_runs_are_those_found_query_by_query(mask: Packed, n: int, data: st.DataObject) -> None:
+    """Queries, and keys, of the striped layout."""
+    chunks = [data.draw(st.integers(0, min(n, mask.seqlen) - 1)) for _ in range(2)]
+    q, kv = (np.arange(chunk, mask.seqlen, n) for chunk in chunks)
+    first, stop = mask.sees(q)
+    of_q, of_kv = (Runs(each[:1], each[-1:] + 1, n) for each in (q, kv))
+    wanted = regions_by_query(np.searchsorted(kv, first), np.searchsorted(kv, stop))
+    assert regions_of_runs(mask, of_q, [of_kv]) == [wanted]
 
 
 @given(packs(), names, st.integers(1, 5), st.data())
