@@ -21,7 +21,7 @@ from sp_bench.lower.staging import (
     unsummed_partials,
 )
 from sp_bench.lower.transports import NCCL, TransportKind
-from sp_bench.plan.ops import AllToAll, Chunk, Plan, RowCollective
+from sp_bench.plan.ops import AllToAll, Chunk, Plan, RowCollective, keep
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import ReceiveBuffer, Schedule, Waits, schedule
 
@@ -94,7 +94,7 @@ def lower(plan: Plan, problem: Problem, transport: TransportKind = NCCL) -> Lowe
     if (problem, transport) not in found:
         order, unsummed = schedule(plan), unsummed_partials(plan, problem)
         staging = staging_buffers(plan, problem, unsummed, transport)
-        found[problem, transport] = Lowering(
+        lowering = Lowering(
             problem=problem,
             transport=transport,
             waits=order.waits,
@@ -109,6 +109,7 @@ def lower(plan: Plan, problem: Problem, transport: TransportKind = NCCL) -> Lowe
             rows_received=_rows_received(plan, problem, order),
             in_place=read_in_place(plan, transport),
         )
+        keep(found, (problem, transport), lowering)
     return found[problem, transport]
 
 

@@ -100,7 +100,7 @@ class Casts:
 
     def _regions(self, queries: int, start: np.ndarray, tokens: np.ndarray) -> Regions:
         """The regions that a chunk's queries see of runs of keys, which lie behind each other in this order."""
-        return regions_of_runs(self.pack, runs_of(self._positions(queries)), [Runs(start, start + tokens)])[0]
+        return regions_of_runs(self.pack, [(runs_of(self._positions(queries)), [Runs(start, start + tokens)])])[0]
 
     def work(self, queries: int, members: tuple[int, ...], *, forward: bool) -> Work:
         """The work of the regions of `keys`, backward of those cut along keys. It is found once."""

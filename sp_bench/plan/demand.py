@@ -7,9 +7,9 @@ where a block has been folded into it. What is not wanted is neither sent nor fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
@@ -31,6 +31,7 @@ from sp_bench.plan.ops import (
     Plan,
     ReduceScatter,
     Transfer,
+    keep,
 )
 from sp_bench.plan.problem import Problem
 
@@ -49,7 +50,7 @@ def demand(plan: Plan, problem: Problem) -> Demand:
     found = _CACHE.setdefault(plan, {})
     if problem not in found:
         visible = _visible(plan, problem)
-        found[problem] = _of_partials(plan, visible) | _of_operands(plan, visible)
+        keep(found, problem, _of_partials(plan, visible) | _of_operands(plan, visible))
     return found[problem]
 
 
@@ -71,13 +72,11 @@ def _untouched(
     plan: Plan, wanted: Demand, visible: Visible, everyone: np.ndarray | np.bool_, *, compute: bool
 ) -> Mapping[Chunk, np.ndarray]:
     """`everyone` is (n,), or True where ranks don't differ."""
-    nobody = ~everyone
+    nobody, peers = ~everyone, _peers(plan.n, 1)
     touched, found = dict.fromkeys(plan.starts_with, everyone), dict[Chunk, np.ndarray | np.bool_]()
     for index, op in plan:
         if isinstance(op, Transfer):
-            sends = (
-                wanted[index][op.target(np.arange(plan.n))] if isinstance(op, Pass) and index in wanted else everyone
-            )
+            sends = wanted[index][peers(op)] if isinstance(op, Pass) and index in wanted else everyone
             for chunk in op.reads:
                 if chunk.tensor.is_partial and not isinstance(op, GroupReduce):  # which sends rows that there are
                     found[chunk] = found.get(chunk, nobody) | (sends & ~touched.get(chunk, nobody))
@@ -121,9 +120,15 @@ def _visible(plan: Plan, problem: Problem) -> Visible:
     return Visible(block_classes(plan, problem), np.asarray(problem.blocks.computes))
 
 
+def _peers(n: int, way: int) -> Callable[[Pass], np.ndarray]:
+    """The ranks that each of n sends to in a Pass (`way` 1) or receives from (-1). Passes have few shifts."""
+    members = cache(lambda group, shift: group.member(np.arange(n), way * shift))
+    return lambda op: members(op.group, op.shift)
+
+
 def _of_operands(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
     """The ranks that want each received chunk of q, kv and the like, from the last operation back to the first."""
-    ranks, everyone, found = np.arange(plan.n), np.ones(plan.n, bool), dict[int, np.ndarray]()
+    peers, everyone, found = _peers(plan.n, 1), np.ones(plan.n, bool), dict[int, np.ndarray]()
     wanted: dict[Chunk, np.ndarray] = {}
 
     def want(chunk: Chunk, where: np.ndarray | np.bool_) -> None:
@@ -141,13 +146,13 @@ def _of_operands(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
             want(op.reads[0], everyone)
         elif isinstance(op, Pass) and not op.tensor.is_partial:
             found[index] = wanted.pop(op.recv, np.zeros(plan.n, bool))
-            want(op.send, found[index][op.target(ranks)])
+            want(op.send, found[index][peers(op)])
     return found
 
 
 def _of_partials(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
     """The ranks that receive, and fold, a partial that something was folded into, in plan order."""
-    ranks, found = np.arange(plan.n), dict[int, np.ndarray]()
+    peers, found = _peers(plan.n, -1), dict[int, np.ndarray]()
     none, everyone = np.zeros(plan.n, bool), np.ones(plan.n, bool)
     filled: dict[Chunk, np.ndarray] = {}
     for index, op in plan:
@@ -156,7 +161,7 @@ def _of_partials(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
                 for chunk in block.writes:
                     filled[chunk] = filled.get(chunk, none) | sees
         elif isinstance(op, Pass) and op.tensor.is_partial:
-            filled[op.recv] = found[index] = filled.pop(op.send, none)[op.source(ranks)]
+            filled[op.recv] = found[index] = filled.pop(op.send, none)[peers(op)]
         elif isinstance(op, ReduceScatter | GroupReduce):
             filled |= {op.own.arriving(): everyone}
         elif isinstance(op, Fold):

@@ -131,7 +131,7 @@ class Packed(OfLengths):
 
     def regions(self, q: Positions, kv: Positions) -> Regions:
         of_q, of_kv = runs_of(q), runs_of(kv)
-        return self.inside.regions(q, kv) if self.in_one(of_q, of_kv) else regions_of_runs(self, of_q, [of_kv])[0]
+        return self.inside.regions(q, kv) if self.in_one(of_q, of_kv) else regions_of_runs(self, [(of_q, [of_kv])])[0]
 
     def in_one(self, q: Runs, kv: Runs) -> bool:
         """Whether all these queries and keys are of one document, of which there is no window."""
@@ -314,9 +314,10 @@ class PackBlocks(Blocks):
                 self.found[kind] = self.mask.inside.regions(self._dealt[q], self._dealt[kv])
             else:
                 by_queries.setdefault(q, []).append(kv)
-        for q, keys in by_queries.items():
-            each = regions_of_runs(self.mask, self._runs[q], [self._runs[kv] for kv in keys])
-            self.found.update({q * self.chunks + kv: regions for kv, regions in zip(keys, each, strict=True)})
+        if by_queries:
+            blocks = [(self._runs[q], [self._runs[kv] for kv in keys]) for q, keys in by_queries.items()]
+            pairs = (q * self.chunks + kv for q, keys in by_queries.items() for kv in keys)
+            self.found.update(zip(pairs, regions_of_runs(self.mask, blocks), strict=True))
 
     @cached_property
     def _dealt(self) -> list[Positions]:

@@ -57,6 +57,8 @@ class Runs(NamedTuple):
     def below(self, positions: np.ndarray) -> np.ndarray:
         """How many positions of the runs are below each of `positions`."""
         tokens = self.tokens
+        if not tokens.size:
+            return np.zeros(positions.size, np.int64)
         run = np.maximum(np.searchsorted(self.start, positions, "right") - 1, 0)
         into = -((self.start[run] - positions) // self.step)
         return (np.cumsum(tokens) - tokens)[run] + np.minimum(np.maximum(into, 0), tokens[run])
@@ -83,14 +85,22 @@ class Sight(Protocol):
         ...
 
 
-def regions_of_runs(mask: Sight, q: Runs, keys: Sequence[Runs]) -> list[Regions]:
-    """The regions of blocks of runs of queries and each of several runs of keys.
+def regions_of_runs(mask: Sight, blocks: Sequence[tuple[Runs, Sequence[Runs]]]) -> list[Regions]:
+    """The regions of blocks: of some runs of queries and each of several runs of keys, one behind the other.
 
     Between two turns, what a query sees stays or moves on by a key a query at either end. So that turns are looked at
     in the place of queries, for all keys at once: what is even between two turns is so between more of them.
     """
+    found = [_stretches_of(mask, q, keys) for q, keys in blocks]
+    sizes = [row.size // len(keys) for (row, *_), (_, keys) in zip(found, blocks, strict=True) for _ in keys]
+    row, count, below = (np.concatenate(each, axis=-1) for each in zip(*found, strict=True))
+    return _of_stretches(np.repeat(np.arange(len(sizes)), sizes), row, count, below, len(sizes))
+
+
+def _stretches_of(mask: Sight, q: Runs, keys: Sequence[Runs]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(the first query and the number of queries of each stretch, as often as there are keys; `below` of these)."""
     if not q.start.size:
-        return [()] * len(keys)
+        return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((4, 0), np.int64)
     tokens = q.tokens
     behind = np.cumsum(tokens)
     turns = mask.turns(q.start[0], q.stop[-1], np.concatenate([ends for kv in keys for ends in (kv.start, kv.stop)]))
@@ -102,8 +112,7 @@ def regions_of_runs(mask: Sight, q: Runs, keys: Sequence[Runs]) -> list[Regions]
     at = q.start[run] + (row - behind[run] + tokens[run]) * q.step
     seen = np.concatenate(mask.sees(np.concatenate([at, at + (count - 1) * q.step])))
     below = np.concatenate([kv.below(seen).reshape(4, -1) for kv in keys], axis=1)
-    row, count = np.tile(row, len(keys)), np.tile(count, len(keys))
-    return _of_stretches(np.repeat(np.arange(len(keys)), at.size), row, count, below, len(keys))
+    return np.tile(row, len(keys)), np.tile(count, len(keys)), below
 
 
 def _of_stretches(

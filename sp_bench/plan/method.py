@@ -166,7 +166,7 @@ class Method(ABC):
         problem = self.dealt(problem)
         costs = costs.of_a_slice(problem)
         found = self.forward(problem, costs) if phase == "forward" else self.backward(problem, costs)
-        return fuse(found, problem) if self.fuse else found
+        return (fuse(found, problem) if self.fuse else found).shared()
 
     @abstractmethod
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:

@@ -10,10 +10,11 @@ so do blocks and folds. Nothing else synchronises. A transport may relax this wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from sp_bench.plan.chunks import Chunk, Place
 from sp_bench.plan.groups import Exchange, Grid, Group
@@ -547,6 +548,14 @@ class Plan:
         """Whether both have the same operations, steps, inputs and outputs."""
         return all(getattr(self, each.name) == getattr(other, each.name) for each in fields(self))
 
+    def shared(self) -> Plan:
+        """The latest plan that is the same program and still in use, or this one: what is found of it is found once."""
+        alike = self.phase, self.n, len(self.ops), self.ops[-1:], self.inputs, self.outputs
+        known = _SHARED.get(alike)
+        if known is None or not self.is_program_of(known):
+            _SHARED[alike] = known = self
+        return known
+
     @property
     def starts_with(self) -> tuple[Chunk, ...]:
         """The chunks that a rank has before the first operation."""
@@ -564,6 +573,20 @@ class Plan:
 
     def __iter__(self) -> Iterator[tuple[int, Op]]:
         return iter(enumerate(self.ops))
+
+
+V = TypeVar("V")
+_SHARED: WeakValueDictionary[Hashable, Plan] = WeakValueDictionary()
+KEPT = 16
+"""Of how many problems at most what is found of a plan is kept: a plan may serve any number of packs."""
+
+
+def keep(found: dict[Any, V], key: Hashable, value: V) -> V:
+    """The value, kept under its key in place of the oldest of KEPT others."""
+    if len(found) >= KEPT:
+        del found[next(iter(found))]
+    found[key] = value
+    return value
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -186,13 +186,13 @@ def variants(request: Request, methods: Sequence[Method], layouts: Sequence[Layo
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
     layouts = _layouts(request.method, [request.problem]) if layouts is None else layouts
-    planned = _sharing(
+    planned = [
         _plan(method, problem, request)
         for problem in (replace(request.problem, layout=layout) for layout in layouts)
         for method in dict.fromkeys(
             each for one in methods for form in one.carried(problem) for each in form.candidates(problem)
         )
-    )
+    ]
     return _working(request.method, planned)
 
 
@@ -292,19 +292,6 @@ def _plan(method: Method, problem: Problem, request: Request) -> Choice:
     costs = costs_for(request, problem)
     plans = {phase: method.plan(problem, phase, costs) for phase in request.plan_phases}
     return Choice(method, problem, plans, {}, None)
-
-
-def _sharing(choices: Iterable[Choice]) -> list[Choice]:
-    """The choices, in which equal programs are one plan, as of layouts often: its schedule is then found once."""
-    first: dict[tuple[Method, str], Plan] = {}
-    found = []
-    for choice in choices:
-        plans = {}
-        for phase, plan in choice.plans.items():
-            known = first.setdefault((choice.method, phase), plan)
-            plans[phase] = known if plan.is_program_of(known) else plan
-        found.append(replace(choice, plans=plans))
-    return found
 
 
 def costs_for(request: Request, problem: Problem) -> CostProfile:

@@ -32,19 +32,22 @@ def planning_ms(method: Method, problem: Problem, costs: CostProfile, transport:
 
     Every option of the method is chosen. It is that of the first rank.
     """
-    found: list[float] = []
+    found, kept = list[float](), list[dict[str, Plan]]()
     while len(found) < TIMES and sum(found) < ENOUGH_S:
-        found.append(_planning_s(method, problem, costs, transport))
+        found.append(_planning_s(method, problem, costs, transport, kept))
     return 1e3 * median(found)
 
 
-def _planning_s(method: Method, problem: Problem, costs: CostProfile, transport: TransportKind) -> float:
+def _planning_s(
+    method: Method, problem: Problem, costs: CostProfile, transport: TransportKind, kept: list[dict[str, Plan]]
+) -> float:
+    """The plans are added to `kept`: a trainer has those of the packs before, some of which are the same programs."""
     mask = problem.mask
     assert isinstance(mask, Packed), "whole sequences are planned once"
     # Of a class of its own no cache knows it.
     new: Packed = type(mask.__class__.__name__, (type(mask),), {})(mask.lengths, mask.causal, mask.left, mask.right)
     started = time.perf_counter()
-    plan_pack(method, replace(problem, mask=new), costs, transport)
+    kept.append(plan_pack(method, replace(problem, mask=new), costs, transport))
     return time.perf_counter() - started
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sp_bench.plan import DKV, DOWN, KV, Chunk, Group, GroupCast, GroupReduce, Problem, Q
@@ -76,15 +76,18 @@ def assert_computes(found: Casts, visible: np.ndarray, queries: list, chunks: li
 
 @given(packs(most_documents=12), st.data())
 def test_regions_of_runs_are_those_found_query_by_query(mask: Packed, data: st.DataObject) -> None:
-    """The same regions in the same order, whichever positions blocks have, of several blocks at once."""
+    """The same regions in the same order, whichever positions blocks have, and of several blocks at once."""
     some = st.lists(st.booleans(), min_size=mask.seqlen, max_size=mask.seqlen)
-    q, *keys = (np.flatnonzero(data.draw(some)) for _ in range(data.draw(st.integers(2, 4))))
-    of_q, *of_keys = (
-        Runs(at[np.diff(at, prepend=-2) > 1], at[np.diff(at, append=mask.seqlen + 1) > 1] + 1) for at in (q, *keys)
-    )
-    first, stop = mask.sees(q)
-    wanted = [regions_by_query(np.searchsorted(kv, first), np.searchsorted(kv, stop)) for kv in keys]
-    assert regions_of_runs(mask, of_q, of_keys) == wanted
+    blocks, wanted = list[tuple[Runs, list[Runs]]](), []
+    for count in data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)):
+        q, *keys = (np.flatnonzero(data.draw(some)) for _ in range(1 + count))
+        of_q, *of_keys = (
+            Runs(at[np.diff(at, prepend=-2) > 1], at[np.diff(at, append=mask.seqlen + 1) > 1] + 1) for at in (q, *keys)
+        )
+        first, stop = mask.sees(q)
+        blocks.append((of_q, of_keys))
+        wanted += [regions_by_query(np.searchsorted(kv, first), np.searchsorted(kv, stop)) for kv in keys]
+    assert regions_of_runs(mask, blocks) == wanted
 
 
 @given(packs(most_documents=12), st.integers(1, 5), st.data())
@@ -95,12 +98,13 @@ def test_regions_of_strided_runs_are_those_found_query_by_query(mask: Packed, n:
     first, stop = mask.sees(q)
     of_q, of_kv = (Runs(each[:1], each[-1:] + 1, n) for each in (q, kv))
     wanted = regions_by_query(np.searchsorted(kv, first), np.searchsorted(kv, stop))
-    assert regions_of_runs(mask, of_q, [of_kv]) == [wanted]
+    assert regions_of_runs(mask, [(of_q, [of_kv])]) == [wanted]
 
 
 @given(packs(), names, st.integers(1, 5), st.data())
 def test_the_most_rows_of_a_rank(mask: Packed, name: str, n: int, data: st.DataObject) -> None:
     """Rows sent and received are counted rank by rank (rows_moved); buffers are as large as the largest."""
+    assume(mask.seqlen >= 2 * n)
     problem = Problem(n=n, seqlen=mask.seqlen, heads=2, kv_heads=1, head_dim=8, mask=mask, layout=mask.layout(name))
     members = tuple(sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1))))
     q, kv, dkv = (Chunk(tensor, 0, Group(1, n, DOWN)) for tensor in (Q, KV, DKV))
