@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from sp_bench.plan.groups import Grid, Group
-from sp_bench.plan.ops import Block, Chunk, Gathered, Plan
+from sp_bench.plan.ops import Block, Chunk, Plan
 from sp_bench.plan.problem import Problem
 
 BLOCKS_AT_ONCE = 512
@@ -91,19 +91,6 @@ def _find(plan: Plan, problem: Problem) -> BlockClasses:
         q, kv = both[start : start + BLOCKS_AT_ONCE].T
         of[start : start + BLOCKS_AT_ONCE] = problem.blocks.of(owner[q], owner[kv])
     return BlockClasses(first, of)
-
-
-def find_regions(plan: Plan, problem: Problem, rank: int) -> None:
-    """Have the regions found of all blocks that a rank computes on their own or fused: at once, as that is faster."""
-    if problem.mask.in_pieces:
-        table = block_classes(plan, problem)
-        rows = [
-            table.first[index] + number
-            for index, op in plan
-            if isinstance(op, Block) and not isinstance(op, Gathered)
-            for number in range(len(op.blocks))
-        ]
-        problem.blocks.find(np.unique(table.of[rows, rank]))
 
 
 def of_held_keys(plan: Plan, problem: Problem) -> frozenset[Chunk]:

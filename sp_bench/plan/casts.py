@@ -7,19 +7,20 @@ neighbouring keys, whoever sent them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from sp_bench.plan.block_classes import block_classes
 from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.groups import Group
 from sp_bench.plan.intervals import Runs, Sizes, regions_of_runs, runs_of, sizes_of
 from sp_bench.plan.layout import Positions, Shards
 from sp_bench.plan.mask import CAUSAL
-from sp_bench.plan.ops import Chunk, Gathered, GroupCast, GroupReduce, RowCollective
+from sp_bench.plan.ops import Block, Chunk, Gathered, GroupCast, GroupReduce, Plan, RowCollective
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import Regions, by_keys, rows_in
 
@@ -68,6 +69,7 @@ class Casts:
     of_keys: Shards
     ahead: int
     """How many keys are before all queries."""
+    _keys: dict[tuple[int, tuple[int, ...]], Keys] = field(default_factory=dict, init=False, repr=False)
     _works: dict[tuple[int, tuple[int, ...]], tuple[Work, Work]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -85,22 +87,36 @@ class Casts:
         here = self._segments_of(queries, keys)
         return _runs(self._segments.row[here], self._segments.tokens[here])
 
-    def keys(self, queries: int, members: Sequence[int]) -> Keys:
+    def keys(self, queries: int, members: tuple[int, ...]) -> Keys:
         """The rows that queries of a chunk see of several key chunks, as they lie behind each other."""
-        if not self.counts[queries, [*members]].any():  # as of most members where documents are short
-            return Keys(np.zeros(0, np.int64), (0,) * len(members), ())
-        here, there = [self._segments_of(queries, member) for member in members], self._segments
-        all_of = np.concatenate(here)
-        tokens = there.tokens[all_of]
-        lie = np.cumsum(tokens) - tokens
-        by_position = np.argsort(all_of)  # segments are numbered by position
-        start, tokens, lie = there.start[all_of[by_position]], tokens[by_position], lie[by_position]
-        counts = tuple(int(there.tokens[each].sum()) for each in here)
-        return Keys(_runs(lie, tokens), counts, self._regions(queries, start, tokens))
+        wanted = queries, members
+        return self._keys[wanted] if wanted in self._keys else self._of([wanted])[wanted]
 
-    def _regions(self, queries: int, start: np.ndarray, tokens: np.ndarray) -> Regions:
-        """The regions that a chunk's queries see of runs of keys, which lie behind each other in this order."""
-        return regions_of_runs(self.pack, [(runs_of(self._positions(queries)), [Runs(start, start + tokens)])])[0]
+    def find(self, wanted: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+        """Find and keep `keys` of some queries and members, all at once, as that is faster."""
+        self._keys.update(self._of([each for each in dict.fromkeys(wanted) if each not in self._keys]))
+
+    def _of(self, wanted: Iterable[tuple[int, tuple[int, ...]]]) -> dict[tuple[int, tuple[int, ...]], Keys]:
+        there, found = self._segments, dict[tuple[int, tuple[int, ...]], Keys]()
+        seen, blocks = list[tuple[int, tuple[int, ...]]](), list[tuple[Runs, list[Runs]]]()
+        for queries, members in wanted:
+            if not self.counts[queries, [*members]].any():  # as of most members where documents are short
+                found[queries, members] = Keys(np.zeros(0, np.int64), (0,) * len(members), ())
+                continue
+            here = [self._segments_of(queries, member) for member in members]
+            all_of = np.concatenate(here)
+            tokens = there.tokens[all_of]
+            lie = np.cumsum(tokens) - tokens
+            by_position = np.argsort(all_of)  # segments are numbered by position
+            start, tokens, lie = there.start[all_of[by_position]], tokens[by_position], lie[by_position]
+            counts = tuple(int(there.tokens[each].sum()) for each in here)
+            found[queries, members] = Keys(_runs(lie, tokens), counts, ())
+            seen.append((queries, members))
+            blocks.append((runs_of(self._positions(queries)), [Runs(start, start + tokens)]))
+        if blocks:
+            for each, regions in zip(seen, regions_of_runs(self.pack, blocks), strict=True):
+                found[each] = found[each]._replace(regions=regions)
+        return found
 
     def work(self, queries: int, members: tuple[int, ...], *, forward: bool) -> Work:
         """The work of the regions of `keys`, backward of those cut along keys. It is found once."""
@@ -250,6 +266,22 @@ def keys_of(op: Gathered, problem: Problem, rank: int) -> Keys:
 @lru_cache(maxsize=64)
 def _keys(found: Casts, queries: int, members: tuple[int, ...]) -> Keys:
     return found.keys(queries, members)  # forward and backward have the same
+
+
+def find_regions(plan: Plan, problem: Problem, rank: int) -> None:
+    """Have the regions found of all blocks that a rank computes: at once, as that is faster."""
+    if not problem.mask.in_pieces:
+        return
+    table, alone = block_classes(plan, problem), list[int]()
+    gathered = list[Gathered]()
+    for index, op in plan:
+        if isinstance(op, Gathered):
+            gathered.append(op)
+        elif isinstance(op, Block):
+            alone += range(table.first[index], table.first[index] + len(op.blocks))
+    problem.blocks.find(np.unique(table.of[alone, rank]))
+    if gathered:
+        casts(problem).find(_chunks(op, problem, rank) for op in gathered)
 
 
 def works_of(op: Gathered, problem: Problem) -> list[Work]:

@@ -12,8 +12,7 @@ from dataclasses import replace
 from statistics import median
 
 from sp_bench.lower import TransportKind, lower
-from sp_bench.plan.block_classes import find_regions
-from sp_bench.plan.casts import keys_of, rows_from, rows_to
+from sp_bench.plan.casts import find_regions, keys_of, rows_from, rows_to
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.demand import demand, untouched_partials
 from sp_bench.plan.documents import Packed
