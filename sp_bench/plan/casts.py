@@ -7,7 +7,7 @@ neighbouring keys, whoever sent them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from sp_bench.plan.block_classes import block_classes
-from sp_bench.plan.documents import Documents, Packed
+from sp_bench.plan.documents import Documents, Packed, runs_of_chunks
 from sp_bench.plan.groups import Group
-from sp_bench.plan.intervals import Runs, Sizes, regions_of_runs, runs_of, sizes_of
-from sp_bench.plan.layout import Positions, Shards
+from sp_bench.plan.intervals import Runs, Sizes, regions_of_runs, sizes_of
+from sp_bench.plan.layout import Shards
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.ops import Block, Chunk, Gathered, GroupCast, GroupReduce, Plan, RowCollective
 from sp_bench.plan.problem import Problem
@@ -112,7 +112,7 @@ class Casts:
             counts = tuple(int(there.tokens[each].sum()) for each in here)
             found[queries, members] = Keys(_runs(lie, tokens), counts, ())
             seen.append((queries, members))
-            blocks.append((runs_of(self._positions(queries)), [Runs(start, start + tokens)]))
+            blocks.append((self._queries[queries], [Runs(start, start + tokens)]))
         if blocks:
             for each, regions in zip(seen, regions_of_runs(self.pack, blocks), strict=True):
                 found[each] = found[each]._replace(regions=regions)
@@ -131,10 +131,11 @@ class Casts:
         """How many chunks of queries there are, and of keys."""
         return self.of_queries.chunks
 
-    def _positions(self, chunk: int) -> Positions:
-        """The positions of a chunk's queries among the keys."""
-        runs = self.of_queries.chunk_positions(chunk)
-        return tuple(range(r.start + self.ahead, r.stop + self.ahead, r.step) for r in runs) if self.ahead else runs
+    @cached_property
+    def _queries(self) -> list[Runs]:
+        """The positions of every chunk's queries among the keys."""
+        each = runs_of_chunks(self.of_queries)
+        return [Runs(runs.start + self.ahead, runs.stop + self.ahead, runs.step) for runs in each]
 
     def _segments_of(self, queries: int, keys: int) -> np.ndarray:
         return np.flatnonzero(self._seen[queries] & (self._segments.owner == keys))
@@ -142,13 +143,13 @@ class Casts:
     @cached_property
     def _intervals(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The chunk of each run of queries, and the run of keys that they see: (chunk, first, stop)."""
-        chunk, start, stop = _in_runs(map(self._positions, range(self.chunks)))
+        chunk, start, stop = _in_runs(self._queries)
         return chunk, self.pack.sees(start)[0], self.pack.sees(stop - 1)[1]
 
     @cached_property
     def _segments(self) -> Segments:
         keys = self.of_keys.seqlen
-        chunk, start, _ = _in_runs(map(self.of_keys.chunk_positions, range(self.chunks)))
+        chunk, start, _ = _in_runs(runs_of_chunks(self.of_keys))
         _, first, last = self._intervals
         starts = np.unique(np.concatenate([start, first, last]))
         starts = starts[starts < keys]
@@ -173,15 +174,17 @@ class Casts:
         return change[:, :-1].cumsum(axis=1) > 0
 
 
-def _in_runs(chunks: Iterable[Positions]) -> np.ndarray:
-    """Each run of positions of some chunks: (chunk, start, stop), (3, runs)."""
-    found = [
-        (chunk, at.start, at.stop)
-        for chunk, positions in enumerate(chunks)
-        for run in filter(None, positions)
-        for at in ([run] if run.step == 1 else [range(p, p + 1) for p in run])
-    ]
-    return np.array(found, np.int64).T
+def _in_runs(chunks: Sequence[Runs]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each run of neighbouring positions of some chunks: (chunk, start, stop), (runs,) each."""
+    near = [runs if runs.step == 1 else _each_alone(runs) for runs in chunks]
+    chunk = np.repeat(np.arange(len(near)), [runs.start.size for runs in near])
+    return chunk, np.concatenate([runs.start for runs in near]), np.concatenate([runs.stop for runs in near])
+
+
+def _each_alone(runs: Runs) -> Runs:
+    ends = zip(runs.start.tolist(), runs.stop.tolist(), strict=True)
+    positions = np.concatenate([np.arange(start, stop, runs.step) for start, stop in ends])
+    return Runs(positions, positions + 1)
 
 
 def casts(problem: Problem) -> Casts:

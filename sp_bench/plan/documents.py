@@ -22,7 +22,7 @@ import numpy as np
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.dealers import DEALERS, FOR_ANY, Deal, Dealt
 from sp_bench.plan.intervals import Runs, pair_counts, regions_of_runs, runs_of
-from sp_bench.plan.layout import LAYOUTS, Layout, Positions
+from sp_bench.plan.layout import LAYOUTS, Layout, Positions, Shards
 from sp_bench.plan.mask import CAUSAL, FULL, Blocks, Mask, Part
 from sp_bench.plan.regions import Regions
 
@@ -327,9 +327,7 @@ class PackBlocks(Blocks):
     @cached_property
     def _runs(self) -> list[Runs]:
         """The positions of every chunk, as runs."""
-        if isinstance(self.layout, Dealt):
-            return [Runs(start, stop) for start, stop in self.layout.ranges.runs(self.chunks)]
-        return [runs_of(positions) for positions in self._dealt]
+        return runs_of_chunks(self.queries)
 
     @property
     def classes(self) -> int:
@@ -465,6 +463,13 @@ class PackBlocks(Blocks):
         sizes = np.diff(np.append(groups, queries.size))
         behind = np.repeat(groups + sizes, sizes) - np.arange(queries.size) - 1
         return Seen(keys.astype(np.int32), behind.astype(np.int32), groups, sizes)
+
+
+def runs_of_chunks(shards: Shards) -> list[Runs]:
+    """The positions of every chunk, as runs."""
+    if isinstance(shards.layout, Dealt) and len(shards.stretches) == 1:
+        return [Runs(start, stop) for start, stop in shards.layout.ranges.runs(shards.chunks)]
+    return [runs_of(shards.chunk_positions(chunk)) for chunk in range(shards.chunks)]
 
 
 @lru_cache(maxsize=32)

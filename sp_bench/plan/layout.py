@@ -112,6 +112,16 @@ class Shards:
     stretches: tuple[int, ...]
     """Tokens of each stretch."""
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.layout, self.n, self.stretches))
+
+    def __hash__(self) -> int:  # of a dealt layout it takes long, and is asked for again and again
+        return self._hash
+
+    def __reduce__(self):  # hashes differ from process to process
+        return type(self), (self.layout, self.n, self.stretches)
+
     @classmethod
     def of(cls, layout: Layout, n: int, seqlen: int, history: int = 0) -> Self:
         """The shards of `seqlen` tokens, of which the first `history` are dealt on their own."""

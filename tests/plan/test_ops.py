@@ -33,7 +33,7 @@ from sp_bench.plan import (
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.ops import Collective, GroupCast, RowCollective, Transfer, TreeReduce
+from sp_bench.plan.ops import KEPT, Collective, GroupCast, RowCollective, Transfer, TreeReduce, keep
 from sp_bench.plan.tensors import KV, O, Q
 from sp_bench.plan.transfers import messages, peers, rows_sent
 from tests.support.problems import all_methods, small_problem, splittable_problem
@@ -317,3 +317,10 @@ def test_a_pass_has_both_ends() -> None:
     assert types["send"] is types["recv"] is Chunk
     with pytest.raises(TypeError, match="recv"):
         Pass("q", send=Chunk(Q, 0, Group(1, 3)), group=Group(1, 3), shift=1)  # pyright: ignore[reportCallIssue]
+
+
+def test_of_a_plan_of_many_packs_the_latest_are_known() -> None:
+    found: dict[int, int] = {}
+    for pack in range(KEPT + 3):
+        assert keep(found, pack, -pack) == -pack
+    assert found == {pack: -pack for pack in range(3, KEPT + 3)}
