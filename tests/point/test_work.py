@@ -38,7 +38,7 @@ def of_plan(plan: Plan, *_: Any, **__: Any) -> Plan:
 @pytest.mark.parametrize("method", ["mesh", "ring", "usp"])
 def test_everything_is_built_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for each variant and phase; of each plan one bound by what it sends, and at most one by what it computes,
-    one dataflow, one schedule and one table of blocks. All ranks are simulated for no variant but the one that is chosen.
+    one dataflow, one schedule and one table of blocks. All ranks are simulated for no variant but the chosen one.
     """
     planned, bounded, computed = Counter[Any](), Counter[Any](), Counter[Any]()
     graphs: Counter[bool] = Counter()
