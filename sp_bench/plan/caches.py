@@ -130,17 +130,14 @@ class Caches(OfLengths):
         """The pages of every cache."""
         return None if self.page is None else Pages(self.page)
 
-    def layout_of_keys(self, layout: Layout) -> Layout:
-        return layout if self.pages is None else Paged("paged", 1, self.pages)
+    def keys(self, layout: Layout, n: int, seqlen: int, kv_seqlen: int) -> Shards:
+        return Shards(layout if self.pages is None else Paged("paged", 1, self.pages), n, self.lengths)
 
     def capacity(self, n: int) -> int:
         """Rows of keys for which the rank that holds most has room: those of its runs, or of all its pages."""
         if self.pages is None:
             return sum(len(piece(0, n, length)) for length in self.lengths)
         return sum(self.pages.most(n, length) for length in self.lengths) * self.pages.tokens
-
-    def stretches(self, seqlen: int, kv_seqlen: int) -> tuple[int, ...]:
-        return self.lengths
 
     def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         sequence, row = np.divmod(positions, self.rows)
@@ -240,10 +237,6 @@ class CacheBlocks(Blocks):
         """The regions between the rows of some chunks, end to end in this order, and the keys of a chunk."""
         rows = tuple(run for q in queries for run in self.queries.positions(q))
         return self.mask.regions(rows, self.keys.positions(kv)) if rows else ()
-
-    @cached_property
-    def keys(self) -> Shards:
-        return Shards(self.mask.layout_of_keys(self.layout), self.n, self.mask.lengths)
 
     @cached_property
     def rows(self) -> np.ndarray:

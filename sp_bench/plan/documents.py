@@ -6,23 +6,27 @@ further limits how far a query sees. No length has to be divisible by anything.
     document   the keys of the same document: all of them, or those up to the query's own position
     window     the keys from `left` tokens before a query to `right` tokens behind it
     chunked    documents of equal length (chunked attention of Llama 4)
+
+Queries may be the last tokens of each document, behind a history of it: what is cached of a sequence of which a part is
+prefilled. A rank then has its part of every history, and the keys of its own queries. What no query sees of a history,
+since it is before all windows, is no part of the problem.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.dealers import DEALERS, FOR_ANY, Deal, Dealt
 from sp_bench.plan.intervals import pair_counts, regions_between, regions_of_runs, runs_of
-from sp_bench.plan.layout import LAYOUTS, Layout, Positions
+from sp_bench.plan.layout import LAYOUTS, Cut, Cuts, Layout, Positions, Shards, joined_cuts, placed
 from sp_bench.plan.mask import CAUSAL, FULL, Blocks, Mask, Part
 from sp_bench.plan.regions import Regions
 
@@ -76,7 +80,15 @@ class Packed(OfLengths):
     right: int | None = None
     """How many keys behind its own position a query sees, if not causal; None: all of its document."""
 
+    new: tuple[int, ...] = ()
+    """Tokens of each document that are queries, which are its last ones; empty for all of them."""
+    cached: tuple[tuple[int, ...], ...] = ()
+    """For each document, the tokens before its queries in stretches that were dealt to ranks one by one, among them
+    those that no query sees; empty where nothing is."""
+
     sends_unseen: ClassVar[bool] = False
+    other_history: ClassVar[str] = ""
+    """What says that there are more keys, in words."""
     __hash__ = OfLengths.__hash__
 
     def __post_init__(self) -> None:
@@ -90,10 +102,85 @@ class Packed(OfLengths):
         if not self.lengths:
             raise RequestError("a pack of no documents", "a pack has at least one", "lengths=[1024] would work")
 
+    def behind(self, cached: Sequence[Sequence[int]]) -> Self:
+        """The same documents as queries, each behind what is `cached` of it: the tokens of each stretch that was dealt
+        to ranks on its own. No history is the same as one of no tokens.
+        """
+        stretches = tuple(tuple(filter(None, each)) for each in cached)
+        if not any(stretches):
+            return self
+        seen = (sum(each) if self.left is None else min(sum(each), self.left) for each in stretches)
+        return self._behind(stretches, tuple(seen))
+
+    def _behind(self, cached: tuple[tuple[int, ...], ...], seen: tuple[int, ...]) -> Self:
+        """The documents behind histories of which queries see the last `seen` tokens."""
+        lengths = tuple(map(sum, zip(self.lengths, seen, strict=True)))
+        return replace(self, lengths=lengths, new=self.lengths, cached=cached)
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """Tokens of each document that are queries."""
+        return self.new or self.lengths
+
+    @cached_property
+    def query_edges(self) -> np.ndarray:
+        """The first query of each document, and how many there are: (documents + 1,)."""
+        return np.array([0, *accumulate(self.queries)]) if self.new else self.edges
+
     @property
     def seqlen(self) -> int:
-        """Tokens of all documents together."""
-        return int(self.edges[-1])
+        """Queries of all documents together."""
+        return int(self.query_edges[-1])
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of all histories, those among them that no query sees."""
+        return sum(map(sum, self.cached))
+
+    def history(self, seqlen: int, kv_seqlen: int) -> int:
+        return self.cached_tokens
+
+    @cached_property
+    def _placed(self) -> Cuts:
+        """Where queries lie among keys."""
+        firsts = zip(self.query_edges.tolist(), self.queries, self.edges[1:].tolist(), strict=False)
+        return joined_cuts(Cut(range(first, first + count), stop - count) for first, count, stop in firsts)
+
+    def among_keys(self, queries: Positions, seqlen: int = 0, kv_seqlen: int = 0) -> Positions:
+        return placed(queries, self._placed) if self.new else queries
+
+    @cached_property
+    def query_positions(self) -> np.ndarray:
+        """The position of each query among the keys: (seqlen,)."""
+        shift = self.edges[1:] - self.query_edges[1:]
+        return np.arange(self.seqlen) + np.repeat(shift, self.queries)
+
+    @cached_property
+    def key_places(self) -> np.ndarray:
+        """The place of each key among the tokens of all documents, those that no query sees included: (keys,)."""
+        whole = np.cumsum([sum(each) for each in self.cached]) + self.query_edges[1:] if self.new else self.edges[1:]
+        return np.arange(self.edges[-1]) + np.repeat(whole - self.edges[1:], self.lengths)
+
+    def keys(self, layout: Layout, n: int, seqlen: int = 0, kv_seqlen: int = 0) -> Shards:
+        if not self.new:
+            return Shards(layout, n, (self.seqlen,))
+        stretches = (*(tokens for each in self.cached for tokens in each), self.seqlen)
+        return Shards(layout, n, stretches, self._kept)
+
+    @cached_property
+    def _kept(self) -> Cuts:
+        """The keys that queries see, of all histories one after another and then all queries."""
+        whole, seen = [sum(each) for each in self.cached], np.subtract(self.lengths, self.queries).tolist()
+        firsts = self.edges.tolist()
+        cuts = [
+            Cut(range(stop - count, stop), first)
+            for stop, count, first in zip(accumulate(whole), seen, firsts, strict=False)
+        ]
+        cuts += [
+            Cut(range(cut.tokens.start + sum(whole), cut.tokens.stop + sum(whole)), cut.position)
+            for cut in self._placed
+        ]
+        return joined_cuts(cuts)
 
     @property
     def measured_as(self) -> str:
@@ -106,7 +193,9 @@ class Packed(OfLengths):
 
     @property
     def unlimited(self) -> Mask | None:
-        return type(self)(self.lengths, self.causal) if self.windowed else None
+        if not self.windowed:
+            return None
+        return type(self)(self.queries, self.causal).behind(self.cached or ((),) * len(self.lengths))
 
     def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         document = np.searchsorted(self.edges, positions, side="right") - 1
@@ -144,15 +233,17 @@ class Packed(OfLengths):
         return regions_between(np.searchsorted(keys, first), np.searchsorted(keys, stop))
 
     def blocks(self, layout: Layout, n: int, seqlen: int, kv_seqlen: int | None = None) -> PackBlocks:
-        return _blocks(self, layout, n, seqlen)
+        return _blocks(self, layout, n)
 
     def pairs(self, seqlen: int, kv_seqlen: int | None = None) -> float:
         """(query, key) pairs that MFU counts: those that are seen, or by convention half a causal document's square."""
         if self.windowed:
-            first, stop = self.sees(np.arange(self.seqlen))
+            first, stop = self.sees(self.query_positions)
             return float((stop - first).sum())
-        squares = float(sum(length**2 for length in self.lengths))
-        return squares / 2 if self.causal else squares
+        pairs = 0.0
+        for queries, keys in zip(self.queries, self.lengths, strict=True):
+            pairs += queries * (keys - queries) + queries**2 * (0.5 if self.causal else 1.0)
+        return pairs
 
     @property
     def work_of_documents(self) -> np.ndarray:
@@ -161,37 +252,37 @@ class Packed(OfLengths):
 
     @cached_property
     def _work_of_documents(self) -> np.ndarray:
-        return np.diff(self.work_before(self.edges))
+        return np.diff(self.work_before(self.query_edges))
 
     def work_before(self, positions: np.ndarray) -> np.ndarray:
-        """(query, key) pairs of all queries before each position, which may be the end: (positions,)."""
+        """(query, key) pairs of all queries before each one, or before the end: (positions,)."""
         if self.windowed:
-            first, stop = self.sees(np.arange(self.seqlen))
+            first, stop = self.sees(self.query_positions)
             return np.append(0, np.cumsum(stop - first))[positions]
-        lengths = np.diff(self.edges)
-        whole = np.append(0, np.cumsum(lengths * (lengths + 1) // 2 if self.causal else lengths**2))
-        document = np.searchsorted(self.edges, positions, side="right") - 1
-        before = positions - self.edges[document]
-        return whole[document] + (
-            before * (before + 1) // 2 if self.causal else before * np.append(lengths, 0)[document]
-        )
+        queries, keys = np.diff(self.query_edges), np.diff(self.edges)
+        seen = keys - queries * self.causal
+        """How many keys every query of a document sees; under a causal mask as many more as its number in it."""
+        whole = np.append(0, np.cumsum(queries * seen + self.causal * (queries * (queries + 1) // 2)))
+        document = np.searchsorted(self.query_edges, positions, side="right") - 1
+        before = positions - self.query_edges[document]
+        return whole[document] + before * np.append(seen, 0)[document] + self.causal * (before * (before + 1) // 2)
 
     def _filling(self, seqlen: int) -> str:
         """The change that makes the documents fill a sequence, in words: padding, or a shorter end."""
         if self.seqlen < seqlen:
             return f"one more document of {seqlen - self.seqlen} tokens as padding"
-        kept = int(np.searchsorted(self.edges, seqlen, side="left"))
-        return f"the first {kept} documents with {seqlen - int(self.edges[kept - 1])} tokens of the last of them"
+        kept = int(np.searchsorted(self.query_edges, seqlen, side="left"))
+        return f"the first {kept} documents with {seqlen - int(self.query_edges[kept - 1])} tokens of the last of them"
 
     def refuse(self, seqlen: int, kv_seqlen: int | None = None) -> None:
-        """Raise RequestError unless the documents fill the sequence, and its tokens are queries and keys alike."""
-        if kv_seqlen not in (None, seqlen):
-            rule = f"documents and windows have as many keys as queries, and seqlen={seqlen}"
-            raise RequestError(
-                f"kv_seqlen={kv_seqlen}", rule, f"kv_seqlen={seqlen}, or mask=causal or full, would work"
-            )
+        """Raise RequestError unless the documents fill the sequence, and keys are those of their histories, too."""
+        if (kv_seqlen or seqlen) != seqlen + self.cached_tokens:
+            rule = f"keys are those of the seqlen={seqlen} queries and of histories of {self.cached_tokens} tokens"
+            works = f"kv_seqlen={seqlen + self.cached_tokens} would work" + self.other_history
+            raise RequestError(f"kv_seqlen={kv_seqlen or seqlen}", rule, works)
         if self.seqlen != seqlen:
-            shown = ", ".join(map(str, self.lengths[:MOST_SHOWN])) + (", ..." if len(self.lengths) > MOST_SHOWN else "")
+            lengths = self.queries
+            shown = ", ".join(map(str, lengths[:MOST_SHOWN])) + (", ..." if len(lengths) > MOST_SHOWN else "")
             raise RequestError(
                 f"seqlen={seqlen}",
                 f"the {len(self.lengths)} documents ({shown}) must fill it, and have {self.seqlen} tokens together",
@@ -199,10 +290,23 @@ class Packed(OfLengths):
             )
 
     def scaled(self, seqlen: int, unit: int = 1) -> Packed:
-        """The same documents and window, in proportion, in a shorter sequence; what gets no token is left out."""
-        edges = np.unique(np.round(self.edges * (seqlen / unit / self.seqlen)).astype(int)) * unit
+        """The same documents, histories and window, in proportion, in a shorter sequence; what gets no token is left
+        out.
+        """
+        edges, kept = np.unique(
+            np.round(self.query_edges * (seqlen / unit / self.seqlen)).astype(int), return_index=True
+        )
         share = [None if x is None else round(x * seqlen / self.seqlen) for x in (self.left, self.right)]
-        return type(self)(tuple(np.diff(edges).tolist()), self.causal, *share)
+        found = type(self)(tuple(np.diff(edges * unit).tolist()), self.causal, *share)
+        if not self.new:
+            return found
+        # Of documents that begin at one place only the last has tokens.
+        documents = [int(stop) - 1 for stop in kept[1:]]
+        cached = tuple(tuple(-(-tokens * seqlen // self.seqlen) for tokens in self.cached[i]) for i in documents)
+        seen = np.subtract(self.lengths, self.queries).tolist()
+        most = (sum(each) for each in cached)
+        of_seen = (-(-seen[i] * seqlen // self.seqlen) for i in documents)
+        return found._behind(cached, tuple(map(min, of_seen, most)))
 
     def layout(self, name: str, n: int = 1, among: Sequence[str] = ()) -> Layout:
         """The layout of that name. `auto` is chosen by work, then by what ranks need of each other (EVEN_ENOUGH).
@@ -229,6 +333,7 @@ class Documents(Packed):
     """Documents, each causal or full inside, with or without a window."""
 
     name: ClassVar[str] = "document"
+    other_history: ClassVar[str] = ", and data=lengths with data.cached says how many are before each document"
 
 
 class Window(Packed):
@@ -251,10 +356,18 @@ class Chunked(Packed):
         return CAUSAL if self.causal else FULL
 
     @classmethod
-    def of(cls, tokens: int, seqlen: int, *, causal: bool = True) -> Chunked:
-        """Chunks of so many tokens in a sequence of `seqlen`."""
-        whole, rest = divmod(seqlen, tokens)
-        return cls((tokens,) * whole + (rest,) * (rest > 0), causal)
+    def of(cls, tokens: int, seqlen: int, *, causal: bool = True, cached: Sequence[int] = ()) -> Chunked:
+        """Chunks of so many tokens in a sequence of `seqlen`, behind what is `cached` of it, in stretches that were
+        dealt one by one.
+        """
+        begun = sum(cached) % tokens
+        first = min(tokens - begun, seqlen)
+        whole, rest = divmod(seqlen - first, tokens)
+        found = cls((first,) + (tokens,) * whole + (rest,) * (rest > 0), causal)
+        if not any(cached):
+            return found
+        others = len(found.lengths) - 1
+        return found._behind((tuple(filter(None, cached)), *((),) * others), (begun, *(0,) * others))
 
 
 class Shapes(NamedTuple):
@@ -298,8 +411,9 @@ class PackBlocks(Blocks):
 
     def regions_of(self, kind: int) -> Regions:
         if kind not in self.found:
-            q, kv = map(self._queries, divmod(int(kind), self.chunks))
-            self.found[kind] = self.mask.regions(q, kv) if self.computes[kind] else ()
+            q, kv = divmod(int(kind), self.chunks)
+            pair = self._queries(q), self.keys.chunk_positions(kv)
+            self.found[kind] = self.mask.regions(*pair) if self.computes[kind] else ()
         return self.found[kind]
 
     @property
@@ -308,32 +422,34 @@ class PackBlocks(Blocks):
 
     @cached_property
     def owner(self) -> np.ndarray:
-        """The chunk of each position: (seqlen,)."""
-        owner = np.empty(self.seqlen, np.int64)
-        for chunk in range(self.chunks):
-            for run in self._queries(chunk):
-                owner[run.start : run.stop : run.step] = chunk
-        return owner
+        """The chunk of each query: (seqlen,)."""
+        return _owner(self.queries)
+
+    @cached_property
+    def key_owner(self) -> np.ndarray:
+        """The chunk of each key: (keys,)."""
+        return _owner(self.keys) if self.mask.new else self.owner
 
     @cached_property
     def pairs(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return pair_counts(self.owner, self.chunks, *self.mask.sees(np.arange(self.seqlen))).ravel()
+        seen = self.mask.sees(self.mask.query_positions)
+        return pair_counts(self.owner, self.key_owner, self.chunks, *seen).ravel()
 
     @cached_property
     def computes(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether any pair of each class is computed, (classes,): found without counting pairs."""
-        dealt = [runs_of(self._queries(chunk)) for chunk in range(self.chunks)]
-        if not all(dealt):
+        by_queries = _runs_by_chunk([self._queries(chunk) for chunk in range(self.chunks)])
+        by_keys = by_queries
+        if self.mask.new:
+            by_keys = _runs_by_chunk([self.keys.chunk_positions(chunk) for chunk in range(self.chunks)])
+        if by_queries is None or by_keys is None:
             return self.pairs > 0
-        owner = np.repeat(np.arange(self.chunks), [runs.start.size for runs in dealt if runs])
-        start, stop = (np.concatenate(each) for each in zip(*filter(None, dealt), strict=True))
-        order = np.argsort(start)
-        owner, start, stop = owner[order], start[order], stop[order]
+        (chunk, start, stop), (owner, begin, _) = by_queries, by_keys
         # The queries of a run see neighbouring keys, all together.
         first, behind = self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
-        change = np.zeros((self.chunks, start.size + 1), np.int32)
-        np.add.at(change, (owner, np.searchsorted(start, first, "right") - 1), 1)
-        np.add.at(change, (owner, np.searchsorted(start, behind - 1, "right")), -1)
+        change = np.zeros((self.chunks, begin.size + 1), np.int32)
+        np.add.at(change, (chunk, np.searchsorted(begin, first, "right") - 1), 1)
+        np.add.at(change, (chunk, np.searchsorted(begin, behind - 1, "right")), -1)
         seen = change.cumsum(axis=1)[:, np.argsort(owner, kind="stable")] > 0
         keys, begins = np.unique(np.sort(owner), return_index=True)
         found = np.zeros((self.chunks, self.chunks), bool)
@@ -356,17 +472,25 @@ class PackBlocks(Blocks):
 
     @cached_property
     def tokens_of_documents(self) -> np.ndarray:
-        """Tokens of each document in each chunk: (documents, chunks)."""
-        documents = np.arange(len(self.mask.lengths))
-        cell = np.repeat(documents, self.mask.lengths) * self.chunks + self.owner
+        """Queries of each document in each chunk: (documents, chunks)."""
+        return self._by_document(self.mask.queries, self.owner)
+
+    @cached_property
+    def keys_of_documents(self) -> np.ndarray:
+        """Keys of each document in each chunk: (documents, chunks)."""
+        return self._by_document(self.mask.lengths, self.key_owner) if self.mask.new else self.tokens_of_documents
+
+    def _by_document(self, lengths: Sequence[int], owner: np.ndarray) -> np.ndarray:
+        documents = np.arange(len(lengths))
+        cell = np.repeat(documents, lengths) * self.chunks + owner
         return np.bincount(cell, minlength=documents.size * self.chunks).reshape(documents.size, -1)
 
     @cached_property
     def shapes(self) -> Shapes:
         """The mean pieces of each block. A kernel call takes them together."""
-        tokens = self.tokens_of_documents.astype(float)
-        there = (tokens > 0).astype(float)
-        pieces, q_tokens, kv_tokens = there.T @ there, tokens.T @ there, there.T @ tokens
+        queries, keys = self.tokens_of_documents.astype(float), self.keys_of_documents.astype(float)
+        asking, there = (queries > 0).astype(float), (keys > 0).astype(float)
+        pieces, q_tokens, kv_tokens = asking.T @ there, queries.T @ there, asking.T @ keys
         divided = np.maximum(pieces, 1)
         return Shapes(pieces.ravel(), (q_tokens / divided).ravel(), (kv_tokens / divided).ravel())
 
@@ -379,7 +503,7 @@ class PackBlocks(Blocks):
     @property
     def remote_tokens(self) -> int:
         """Keys that chunks see in other chunks, a whole chunk of keys for each pair of chunks that has any."""
-        tokens = self.layout.chunk_tokens(np.arange(self.chunks), self.chunks, self.seqlen)
+        tokens = self.keys.chunk_tokens(np.arange(self.chunks))
         seen = self.pairs.reshape(self.chunks, self.chunks) > 0
         np.fill_diagonal(seen, False)
         return int((seen * tokens).sum())
@@ -402,22 +526,23 @@ class PackBlocks(Blocks):
     @cached_property
     def _seen_elsewhere(self) -> list[Seen]:
         """The keys of other chunks that the queries of each chunk see, for chunks that have any."""
-        ends = np.cumsum(np.bincount(self.owner, minlength=self.chunks))
-        of_chunks = np.split(np.argsort(self.owner, kind="stable"), ends[:-1])
-        return [self._seen_by(queries) for queries in of_chunks if queries.size]
+        positions = self.mask.query_positions
+        pairs = zip(_by_chunk(self.owner, self.chunks), _by_chunk(self.key_owner, self.chunks), strict=True)
+        return [self._seen_by(positions[queries], own) for queries, own in pairs if queries.size]
 
-    def _seen_by(self, queries: np.ndarray) -> Seen:
+    def _seen_by(self, queries: np.ndarray, own: np.ndarray) -> Seen:
+        """Those of a chunk's queries and its own keys, both by position among keys."""
         first, stop = self.mask.sees(queries)
         if self.mask.windowed:
             of = np.append(0, np.cumsum(np.diff(queries) > 1))  # the run of each query
-            before = np.append(0, queries[:-1] + 1)[np.flatnonzero(np.diff(of, prepend=-1))]
             start = queries[np.flatnonzero(np.diff(of, prepend=-1))]
+            before = np.append(0, own + 1)[np.searchsorted(own, start)]
             keys = np.maximum(start[of] - np.maximum(first, before[of]), 0)
             order = np.lexsort((keys, of))
             of, keys = of[order], keys[order]
         else:
             of = np.searchsorted(self.mask.edges, queries, side="right") - 1
-            keys = (stop - first) - (np.searchsorted(queries, stop) - np.searchsorted(queries, first))
+            keys = (stop - first) - (np.searchsorted(own, stop) - np.searchsorted(own, first))
         groups = np.flatnonzero(np.diff(of, prepend=-1))
         sizes = np.diff(np.append(groups, queries.size))
         behind = np.repeat(groups + sizes, sizes) - np.arange(queries.size) - 1
@@ -425,9 +550,35 @@ class PackBlocks(Blocks):
 
 
 @lru_cache(maxsize=32)
-def _blocks(mask: Packed, layout: Layout, n: int, seqlen: int) -> PackBlocks:
+def _blocks(mask: Packed, layout: Layout, n: int) -> PackBlocks:
     # Counting pairs takes long, and a method's variants deal alike.
-    return PackBlocks(mask, layout, n, seqlen, seqlen)
+    return PackBlocks(mask, layout, n, mask.seqlen, int(mask.edges[-1]))
+
+
+def _owner(dealt: Shards) -> np.ndarray:
+    """The chunk of each token by position: (tokens,)."""
+    owner = np.empty(dealt.seqlen, np.int64)
+    for chunk in range(dealt.chunks):
+        for run in dealt.chunk_positions(chunk):
+            owner[run.start : run.stop : run.step] = chunk
+    return owner
+
+
+def _by_chunk(owner: np.ndarray, chunks: int) -> list[np.ndarray]:
+    """The positions of each chunk, ascending, from the chunk of each position."""
+    ends = np.cumsum(np.bincount(owner, minlength=chunks))
+    return np.split(np.argsort(owner, kind="stable"), ends[:-1])
+
+
+def _runs_by_chunk(chunks: Sequence[Positions]) -> np.ndarray | None:
+    """(chunk, start, stop) of the runs of all chunks by position, (3, runs); None where positions are no neighbours."""
+    dealt = [runs_of(positions) for positions in chunks]
+    if not all(dealt):
+        return None
+    chunk = np.repeat(np.arange(len(chunks)), [runs.start.size for runs in dealt if runs])
+    start, stop = (np.concatenate(each) for each in zip(*filter(None, dealt), strict=True))
+    order = np.argsort(start)
+    return np.stack([chunk[order], start[order], stop[order]])
 
 
 def _flat(positions: Positions) -> np.ndarray:

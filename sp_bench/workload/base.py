@@ -158,9 +158,9 @@ class Workload(ABC):
         return {}
 
     @classmethod
-    def pack_tokens(cls, values: Any) -> int:
-        """How many tokens the documents of `data` fill, of a config's numbers."""
-        return values.seqlen
+    def mask_tokens(cls, values: Any) -> tuple[int, int | None]:
+        """(queries, keys) that the mask of a config is of, from its numbers; None for as many keys as queries."""
+        return values.seqlen, values.kv_seqlen
 
     @classmethod
     def mask_of_layout(cls, config: Mapping[str, Any], mask: Mask) -> Mask:

@@ -67,9 +67,9 @@ class Decode(Attention):
         return {key: value for key, value in usual.items() if config[key] is None}
 
     @classmethod
-    def pack_tokens(cls, values: Any) -> int:
-        """The keys of all sequences."""
-        return values.kv_seqlen or values.seqlen
+    def mask_tokens(cls, values: Any) -> tuple[int, int | None]:
+        """The keys of all sequences: lengths of documents are those of caches."""
+        return values.kv_seqlen or values.seqlen, None
 
     @classmethod
     def attention_of(
