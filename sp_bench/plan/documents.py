@@ -117,6 +117,28 @@ class Packed(OfLengths):
         lengths = tuple(map(sum, zip(self.lengths, seen, strict=True)))
         return replace(self, lengths=lengths, new=self.lengths, cached=cached)
 
+    def part(self, start: int, stop: int, cached: tuple[int, ...]) -> Self:
+        """The mask of the queries start <= q < stop of one sequence, behind all of its tokens before them, which were
+        dealt to ranks in these stretches one by one.
+        """
+        edges = self.query_edges.clip(start, stop)
+        new = tuple(np.diff(edges)[np.diff(edges) > 0].tolist())
+        found = type(self)(new, self.causal, self.left, self.right)
+        first = self.query_positions[[start]]
+        return found._one_behind(cached, int((first - self.sees(first)[0])[0]))
+
+    def after(self, cached: tuple[int, ...]) -> Self:
+        """The mask, of one sequence, with as many of its last tokens seen of another history, if that has as many."""
+        found = type(self)(self.queries, self.causal, self.left, self.right)
+        return found._one_behind(cached, self.lengths[0] - self.queries[0])
+
+    def _one_behind(self, cached: tuple[int, ...], seen: int) -> Self:
+        """One sequence behind a history, of which its first queries see at most so many tokens."""
+        others, stretches = len(self.lengths) - 1, tuple(filter(None, cached))
+        if not stretches:
+            return self
+        return self._behind((stretches, *((),) * others), (min(seen, sum(cached)), *(0,) * others))
+
     @property
     def queries(self) -> tuple[int, ...]:
         """Tokens of each document that are queries."""
@@ -364,10 +386,7 @@ class Chunked(Packed):
         first = min(tokens - begun, seqlen)
         whole, rest = divmod(seqlen - first, tokens)
         found = cls((first,) + (tokens,) * whole + (rest,) * (rest > 0), causal)
-        if not any(cached):
-            return found
-        others = len(found.lengths) - 1
-        return found._behind((tuple(filter(None, cached)), *((),) * others), (begun, *(0,) * others))
+        return found._one_behind(tuple(cached), begun)
 
 
 class Shapes(NamedTuple):

@@ -7,7 +7,7 @@ from itertools import chain, product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sp_bench.errors import RequestError
@@ -20,7 +20,7 @@ from sp_bench.plan.problem import Problem
 from tests.support.dealing import places, tokens_of
 from tests.support.packs import packs
 from tests.support.regions import times_computed
-from tests.support.seen import places_of_kept, seen, seen_of_all
+from tests.support.seen import places_of_kept, seen, seen_of_all, seen_of_whole
 
 names = st.sampled_from([*LAYOUTS, *DEALERS])
 
@@ -143,6 +143,19 @@ def test_the_diagonal_shifts_for_a_document_that_starts_in_mid_stripe() -> None:
         ("causal", [2, 3], [1, 2]),  # 9 sees 6; 13 sees 6, 10
         ("full", [1], [0]),  # 5 sees 2
     ]
+
+
+@given(packs(cached=True), st.data())
+def test_parts_of_a_sequence_see_what_it_sees(mask: Packed, data: st.DataObject) -> None:
+    """Of queries start <= q < stop, behind all tokens before them, whichever way these were dealt."""
+    assume(isinstance(mask, Window | Chunked))
+    start, stop = sorted(data.draw(st.lists(st.integers(0, mask.seqlen), min_size=2, max_size=2, unique=True)))
+    before, cut = mask.cached_tokens + start, data.draw(st.integers(0, 30))
+    part = mask.part(start, stop, (min(cut, before), before - min(cut, before)))
+    assert (part.seqlen, part.cached_tokens, type(part)) == (stop - start, before, type(mask))
+    if mask.causal:
+        wanted = seen_of_whole(mask)[start:stop, : mask.cached_tokens + stop]
+        np.testing.assert_array_equal(seen_of_whole(part), wanted)
 
 
 @given(packs(cached=True), st.integers(1, 40))
