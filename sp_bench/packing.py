@@ -46,7 +46,7 @@ class Lengths(Data, frozen=True, kw_only=True, tag="lengths"):
     """Documents of given lengths."""
 
     lengths: Given
-    cached: list[Natural] = []
+    cached: Annotated[tuple[Natural, ...], Meta(description="a list of numbers", examples=["[8k,0]"])] = ()
 
     @property
     def histories(self) -> Sequence[int]:

@@ -365,14 +365,14 @@ class _Held:
 def _held(prompt: _Prompt, choice: Choice) -> _Held:
     """The memory of the chunk that takes most."""
     found = []
-    for each, chunk in ((each, chunk) for chunk in prompt.in_chunks(choice) for each in chunk):
+    for each, together in ((each, chunk) for chunk in prompt.in_chunks(choice) for each in chunk):
         problem, costs = each.problem, prompt.costs(each.problem)
         attention = account.peak_bytes(each.plans.values(), problem, prompt.parts[0].transport)
         if not costs:
             found.append(_Held(attention, attention))
             continue
         transient = max(attention - costs.cache_bytes + costs.hidden_bytes, costs.activations_bytes)
-        peak = costs.parameters_bytes + prompt.cache_bytes([other.problem for other in chunk]) + transient
+        peak = costs.parameters_bytes + prompt.cache_bytes([other.problem for other in together]) + transient
         found.append(_Held(peak, attention, costs.parameters_bytes, costs.activations_bytes))
     return max(found, key=lambda held: held.peak_bytes)
 

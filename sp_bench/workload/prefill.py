@@ -30,7 +30,6 @@ from sp_bench.workload.model import NONE, Model, mask_of_full_layers, refuse_key
 from sp_bench.workload.prefill_costs import PrefillCosts, layer_cache_bytes
 from sp_bench.workload.training import refuse_training
 
-
 LIMITED = (Window.name, Chunked.name)
 """The masks under which a query sees the end of what is before it."""
 

@@ -45,8 +45,8 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
 def small_chunks(chunks: Sequence[PlannedAttention], tokens: int) -> list[PlannedAttention]:
     """Some of a prompt's chunks as a prompt of their own, of at most so many tokens on a rank each.
 
-    Their plans are those of the point. What was cached before the first is there as well, and shortened alike, and so is
-    what a window or the chunks of a mask leave of it.
+    Their plans are those of the point. What was cached before the first is there as well, and shortened alike, and so
+    is what a window or the chunks of a mask leave of it.
     """
     found: list[PlannedAttention] = []
     first = chunks[0].problem

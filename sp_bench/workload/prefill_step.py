@@ -1,8 +1,8 @@
 """A prompt on one rank: chunk after chunk over a cache that grows. q is (B, S / n, H, D) of each chunk.
 
 The cache is (B, S / n, kv_heads, D) for keys and for values, a rank's rows in the order in which they came: what was
-cached before, then those of each chunk. A chunk's attention gets the rows so far or, under a window, the last of them. Rows
-that chunks leave behind each other ascend by position.
+cached before, then those of each chunk. A chunk's attention gets the rows so far or, under a window, the last of them.
+Rows that chunks leave behind each other ascend by position.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 
 @st.composite
 def packs(draw: st.DrawFn, most_documents: int = 8, most_tokens: int = 30, *, cached: bool = False) -> Packed:
-    """Documents of one token and more, causal or full inside, some with a window; or one sequence with a window or, with
-    what is `cached` of some of them before, in chunks.
+    """Documents of one token and more, causal or full inside, some with a window; or one sequence with a window or,
+    with what is `cached` of some of them before, in chunks.
     """
     causal = draw(st.booleans())
     left, right = (draw(st.none() | st.integers(0, most_tokens)) for _ in range(2))
