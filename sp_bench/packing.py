@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import numpy as np
-from msgspec import Meta
+from msgspec import Meta, field
 
 from sp_bench.errors import RequestError
 from sp_bench.plan.documents import Documents
@@ -23,6 +23,9 @@ from sp_bench.reading import Natural, Positive, Section, Tokens, read
 Share = Annotated[float, Meta(gt=0, le=1, examples=[0.25])]
 Given = Annotated[
     list[Tokens], Meta(description="a list of lengths, whole numbers of at least 1", examples=["[8k,1000,192]"])
+]
+Histories = Annotated[
+    list[Natural], Meta(description="a list of numbers of tokens, whole and at least 0", examples=["[8k,0,64k]"])
 ]
 MOST_DOCUMENTS = 1_000_000
 
@@ -46,7 +49,7 @@ class Lengths(Data, frozen=True, kw_only=True, tag="lengths"):
     """Documents of given lengths."""
 
     lengths: Given
-    cached: Annotated[tuple[Natural, ...], Meta(description="a list of numbers", examples=["[8k,0]"])] = ()
+    cached: Histories = field(default_factory=list)
 
     @property
     def histories(self) -> Sequence[int]:
