@@ -12,6 +12,7 @@ from sp_bench import simulate
 from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.plan import dataflow, demand, ops, schedule
+from sp_bench.plan.method import Method
 from sp_bench.point import choose as choosing
 from sp_bench.point.choose import choose
 from sp_bench.point.collection import uncollected
@@ -73,6 +74,36 @@ def test_a_variant_is_simulated_once_and_the_chosen_one_with_its_own_blocks(
     assert len(runs) == len(choice.plans) * timed
     assert timed < len(choice.candidates)
     assert len(exact) <= len(choice.plans)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("method=mesh", "gpus=32", "seqlen=256k"),
+        ("method=mesh", "gpus=64", "seqlen=64k", "kv_heads=4"),
+        ("method=usp", "gpus=32", "seqlen=128k"),
+        ("method=group_cast", "gpus=16", "seqlen=64k", "mask=document", "data=magi_attention"),
+        ("method=mesh", "gpus=8", "cluster=local", "seqlen=2k", "head_dim=64", "mode=simulate"),
+    ],
+    ids=" ".join,
+)
+def test_what_bounds_rule_out_is_slower(overrides: tuple[str, ...]) -> None:
+    """Each variant that isn't simulated takes as long as its bound at least, and none is faster than the one chosen."""
+    request = point(*overrides)
+    choice = choose(request)
+    assert choice.candidates is not None
+    assert isinstance(request.method, Method)
+    best_ms = min(each["step_ms"] for each in choice.candidates if each["step_ms"] is not None)
+    planned = choosing.variants(request, [request.method])
+    for one, row in zip(planned, choice.candidates, strict=True):
+        if "refused" not in row:
+            about, as_it_is = (
+                1e3 * choosing.simulated(one, request.cluster.even, nearly_alike=nearly).total_s
+                for nearly in (True, False)
+            )
+            assert best_ms * (1 - 1e-9) <= about
+            assert row["bound_ms"] <= as_it_is * (1 + 1e-9)
+    assert sum(row["step_ms"] is not None for row in choice.candidates) < len(planned)
 
 
 def test_a_proof_has_words_for_an_operation_only_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
