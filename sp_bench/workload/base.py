@@ -270,6 +270,10 @@ class Workload(ABC):
         """Bytes that a rank holds beside its attention, by kind."""
         return {}
 
+    def standing_bytes(self, attention: Problem, every: Sequence[Problem]) -> int:
+        """Bytes that a measured rank holds beside what one of its step's attentions does, for the others."""
+        return 0
+
     @abstractmethod
     def flops(self, phase: str, problem: Problem) -> float:
         """Model FLOPs of one timed phase on all ranks together, as MFU counts them."""

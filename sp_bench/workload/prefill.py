@@ -8,10 +8,11 @@ model it is the attention of one layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+import numpy as np
 from msgspec import structs
 
 from sp_bench import account
@@ -22,6 +23,7 @@ from sp_bench.plan.documents import Chunked, Packed, Window
 from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from sp_bench.plan.method import Method
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import KV
 from sp_bench.reading import Count, Natural, Section, Tokens, read
 from sp_bench.records.quantities import Prompt, TrainingStep
 from sp_bench.workload.base import SINKS, RankContext, Spec, Step, Workload
@@ -242,6 +244,13 @@ class Prefill(Workload):
                 for layers, each in zip(self.layers_by_attention, attentions[-kinds:], strict=True)
             ),
         )
+
+    def standing_bytes(self, attention: Problem, every: Sequence[Problem]) -> int:
+        """Bytes of the rows of a measured rank's cache, which has room for the whole prompt, that a chunk doesn't see."""
+        ranks, first = np.arange(attention.n), every[0]
+        rows = first.keys.tokens(ranks) - first.queries.tokens(ranks) - attention.keys.tokens(ranks)
+        rows = rows + sum(each.queries.tokens(ranks) for each in every)
+        return int(np.max(rows)) * sum(attention.token_bytes(field, wire=False) for field in KV.fields)
 
     def flops(self, phase: str, problem: Problem) -> float:
         """FLOPs of the attention, as account.model_flops counts them; with a model also 2 N D of its layers, and those

@@ -104,7 +104,7 @@ def test_layers_of_two_kinds(model: str, full: int, layers: int) -> None:
 
 
 def test_measured_prompts_with_windows_and_sinks(tmp_path: Path) -> None:
-    """Bytes are those of the plans, and errors those of roundings."""
+    """Bytes and memory are those of the plans and a cache for all of the prompt, and errors those of roundings."""
     asked = ("cluster=local", "gpus=3", "seqlen=192", "heads=6", "head_dim=16", "dtype=float32", "iters=2", "warmup=0")
     each = (
         "method=ring mask=window window=[50,0]",
@@ -120,6 +120,7 @@ def test_measured_prompts_with_windows_and_sinks(tmp_path: Path) -> None:
         assert record.chunks == 4 and record.sinks is True
         expected = outcome.record.comm_bytes_expected
         assert expected is None or expected == record.comm_bytes_per_gpu
+        assert 0.7 < record.peak_mem_bytes_max / record.peak_mem_bytes_expected < 1.03, "rounded to the arena's steps"
     assert [problems_of(path) for path in tmp_path.glob("*.json") if path.name.count(".") == 1] == [[]] * len(each)
 
 
