@@ -21,7 +21,8 @@ from sp_bench.errors import RequestError
 from sp_bench.measure.stats import summarise
 from sp_bench.packing import Drawn, data_of
 from sp_bench.plan.dealers import Dealt
-from sp_bench.plan.documents import Documents, PackBlocks
+from sp_bench.plan.documents import Documents
+from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.point import resolve
 from sp_bench.point.backing import TELLING

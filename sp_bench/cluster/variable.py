@@ -15,7 +15,7 @@ import numpy as np
 
 from sp_bench.cluster.head_dims import Padded
 from sp_bench.cluster.kernel_table import KernelTable
-from sp_bench.plan.documents import PackBlocks
+from sp_bench.plan.pack_blocks import PackBlocks
 
 MOSTLY_FULL = 0.75
 """Pieces that compute at least this share of the pairs of their queries and keys go by the rates of full blocks."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -177,13 +177,13 @@ class Shards:
         """Whether the tokens of a rank lie in one run in its chunk."""
         return len(self.stretches) == 1 and not self.cuts
 
-    def tokens(self, rank):
+    def tokens(self, rank) -> Any:
         """How many tokens each of one or an array of ranks owns; a single number where all own the same."""
         if self.cuts:
             return _of(self._cut_tokens, rank)
         return sum(layout.tokens(rank, self.n, seqlen) for layout, seqlen in self._dealt)
 
-    def chunk_tokens(self, chunk):
+    def chunk_tokens(self, chunk) -> Any:
         """How many tokens each of one or an array of chunks has; a single number where all have the same."""
         if self.cuts:
             return _of(self._cut_chunk_tokens, chunk)
@@ -262,7 +262,7 @@ class Shards:
         return placed(moved, self.cuts) if self.cuts else tuple(filter(None, moved))
 
 
-def _of(counts: np.ndarray, index):
+def _of(counts: np.ndarray, index) -> Any:
     """The counts of one or an array of owners."""
     return int(counts[index]) if isinstance(index, int) else counts[index]
 

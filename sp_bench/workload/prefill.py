@@ -246,7 +246,7 @@ class Prefill(Workload):
         )
 
     def standing_bytes(self, attention: Problem, every: Sequence[Problem]) -> int:
-        """Bytes of the rows of a measured rank's cache, which has room for the whole prompt, that a chunk doesn't see."""
+        """Bytes of the rows of a measured rank's cache, with room for the whole prompt, that a chunk doesn't see."""
         ranks, first = np.arange(attention.n), every[0]
         rows = first.keys.tokens(ranks) - first.queries.tokens(ranks) - attention.keys.tokens(ranks)
         rows = rows + sum(each.queries.tokens(ranks) for each in every)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from sp_bench.errors import RequestError
 from sp_bench.plan import intervals
 from sp_bench.plan.dealers import DEALERS
-from sp_bench.plan.documents import Chunked, Documents, PackBlocks, Packed, Window
+from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.layout import LAYOUTS, Shards
 from sp_bench.plan.mask import CAUSAL, FULL
+from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from tests.support.dealing import places, tokens_of
 from tests.support.packs import packs
