@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Pack(Protocol):
         ...
 
     @property
-    def edges(self) -> np.ndarray:
+    def edges(self) -> Any:
         """The first key of each document, and how many there are: (documents + 1,)."""
         ...
 
@@ -44,7 +44,7 @@ class Pack(Protocol):
         ...
 
     @property
-    def query_positions(self) -> np.ndarray:
+    def query_positions(self) -> Any:
         """The position of each query among the keys: (seqlen,)."""
         ...
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.caches import Caches
@@ -257,7 +258,7 @@ class Problem:
         degree = self.layout.head_parallel
         return Fraction(max(true, degree), max(padded, degree))
 
-    def field_tokens(self, field: Field, owner=None):
+    def field_tokens(self, field: Field, owner=None) -> Any:
         """Tokens of a field of the chunk of one or an array of owners; of the largest chunk if owner is None."""
         shards = self.shards_of(field)
         if owner is None:

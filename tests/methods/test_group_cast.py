@@ -34,8 +34,9 @@ from tests.support.seen import seen
 def dealt(method: Method, mask: Mask, n: int, seqlen: int) -> Problem:
     layout = method.layout_of(mask, n)
     keys = mask.seqlen + mask.cached_tokens if isinstance(mask, Packed) else seqlen
-    shape = {"heads": 8, "kv_heads": 8, "head_dim": 16}
-    return method.dealt(Problem(n=n, seqlen=seqlen, kv_seqlen=keys, **shape, mask=mask, layout=layout))
+    return method.dealt(
+        Problem(n=n, seqlen=seqlen, kv_seqlen=keys, heads=8, kv_heads=8, head_dim=16, mask=mask, layout=layout)
+    )
 
 
 def positions(problem: Problem, chunk: int) -> np.ndarray:
