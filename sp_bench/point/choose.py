@@ -108,14 +108,15 @@ def _fastest(request: Request, planned: Sequence[Choice]) -> Choice:
     for bound_s, i in _by_bound(asked, planned, timed):
         here = planned[i]
         a, b = here.method.tile_shape(request.problem.n) or (None, None)
-        peak = account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport)
         rows[i] = {"variant": here.variant, "tile_a": a, "tile_b": b}
         rows[i] |= {"layout": here.problem.layout.name}
-        rows[i] |= {"bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": peak}
+        rows[i] |= {"bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": None}
+        if best and bound_s >= best.total_s and not request.every_variant:
+            continue
+        peak = account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport)
+        rows[i]["peak_mem_bytes"] = peak
         if memory and peak > memory:
             rows[i]["refused"] = "more than the device's memory"
-            continue
-        if best and bound_s >= best.total_s and not request.every_variant:
             continue
         try:
             here = simulated(here, asked.cluster, nearly_alike=len(planned) > 1)

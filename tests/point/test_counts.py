@@ -48,10 +48,10 @@ def test_a_ring_of_1024_is_simulated_as_the_gpus_of_one_node(watched: Callable[[
     assert len(timings) <= 3
 
 
-def test_each_plan_has_one_dataflow_one_schedule_and_one_list_of_neutral_elements(
+def test_each_plan_has_at_most_one_dataflow_one_schedule_and_one_list_of_neutral_elements(
     watched: Callable[[ModuleType, str], list[Any]],
 ) -> None:
-    """Whatever the layouts that share it, and however often it is simulated."""
+    """Whatever the layouts that share it, and however often it is simulated; none if links rule it out."""
     found = watched(choosing, "variants")
     flows, waits = watched(dataflow, "_values"), watched(schedule, "_waits")
     neutral, moves = watched(demand, "_untouched"), symmetry._rotations.cache_info().misses
@@ -59,7 +59,8 @@ def test_each_plan_has_one_dataflow_one_schedule_and_one_list_of_neutral_element
     (variants,) = found
     plans = {plan for choice in variants for plan in choice.plans.values()}
     assert len(plans) < sum(len(choice.plans) for choice in variants), "layouts share plans"
-    assert len(flows) == len(waits) == len(neutral) == len(plans)
+    assert len(flows) == len(waits) < len(plans)
+    assert len(neutral) <= len(plans)
     groups = {choice.method for choice in variants}
     assert symmetry._rotations.cache_info().misses - moves <= 2 * len(groups)
 
