@@ -269,11 +269,11 @@ class Problem:
 
     def field_shape(self, field: Field, tokens: int | None = None) -> tuple[int, ...]:
         """The shape of `tokens` tokens of a field, (B, S, H, D) or (B, H, S); None for the largest chunk's tokens."""
-        tokens = self.field_tokens(field) if tokens is None else tokens
+        count: int = self.field_tokens(field) if tokens is None else tokens
         heads = self.field_heads(field)
         if field.kind is Kind.STATISTIC:
-            return (self.batch, heads, tokens)
-        return (self.batch, tokens, heads, self.width(field))
+            return (self.batch, heads, count)
+        return (self.batch, count, heads, self.width(field))
 
     def token_bytes(self, field: Field, *, wire: bool, summed: bool = True) -> int:
         """Bytes of one token of a field of a chunk, summed over batch entries."""
