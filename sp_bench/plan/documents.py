@@ -89,7 +89,7 @@ class Packed(OfLengths):
 
     sends_unseen: ClassVar[bool] = False
     other_history: ClassVar[str] = ""
-    """What says that there are more keys, in words."""
+    """The words for more keys than queries."""
     __hash__ = OfLengths.__hash__
 
     def __post_init__(self) -> None:
@@ -165,7 +165,7 @@ class Packed(OfLengths):
 
     @cached_property
     def _placed(self) -> Cuts:
-        """Where queries lie among keys."""
+        """The places of queries among keys."""
         firsts = zip(self.query_edges.tolist(), self.queries, self.edges[1:].tolist(), strict=False)
         return joined_cuts(Cut(range(first, first + count), stop - count) for first, count, stop in firsts)
 
