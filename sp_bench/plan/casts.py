@@ -15,12 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from sp_bench.plan.block_classes import block_classes
-from sp_bench.plan.documents import Documents, Packed, runs_of_chunks
+from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.groups import Group
-from sp_bench.plan.intervals import Runs, Sizes, regions_of_runs, sizes_of
+from sp_bench.plan.intervals import Runs, Sizes, regions_of_runs, runs_of, sizes_of
 from sp_bench.plan.layout import Shards
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.ops import Block, Chunk, Gathered, GroupCast, GroupReduce, Plan, RowCollective
+from sp_bench.plan.pack_blocks import runs_of_chunks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import Regions, by_keys, rows_in
 
@@ -88,7 +89,9 @@ class Casts:
         return _runs(self._segments.row[here], self._segments.tokens[here])
 
     def keys(self, queries: int, members: tuple[int, ...]) -> Keys:
-        """The rows that queries of a chunk see of several key chunks, as they lie behind each other."""
+        """The rows that queries of a chunk see of several key chunks, as they lie behind each other; of their own chunk
+        alone, which lies there as it is, all of them.
+        """
         wanted = queries, members
         return self._keys[wanted] if wanted in self._keys else self._of([wanted])[wanted]
 
@@ -103,7 +106,8 @@ class Casts:
             if not self.counts[queries, [*members]].any():  # as of most members where documents are short
                 found[queries, members] = Keys(np.zeros(0, np.int64), (0,) * len(members), ())
                 continue
-            here = [self._segments_of(queries, member) for member in members]
+            own = members == (queries,)
+            here = [np.flatnonzero(there.owner == queries)] if own else [self._segments_of(queries, m) for m in members]
             all_of = np.concatenate(here)
             tokens = there.tokens[all_of]
             lie = np.cumsum(tokens) - tokens
@@ -135,6 +139,8 @@ class Casts:
     def _queries(self) -> list[Runs]:
         """The positions of every chunk's queries among the keys."""
         each = runs_of_chunks(self.of_queries)
+        if self.pack.new:
+            each = [runs_of(self.pack.among_keys(self.of_queries.chunk_positions(i))) for i in range(self.chunks)]
         return [Runs(runs.start + self.ahead, runs.stop + self.ahead, runs.step) for runs in each]
 
     def _segments_of(self, queries: int, keys: int) -> np.ndarray:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sp_bench.plan.layout import Layout, Positions
+from sp_bench.plan.layout import LAYOUTS, Layout, Positions
 
 BLOCKS_EACH = 16
 """How many blocks a chunk gets from the dealer `blocks`."""
@@ -40,13 +40,13 @@ class Pack(Protocol):
     """Documents packed into one sequence, as plan.documents has them: what a dealer asks of a pack."""
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each document, in order."""
+    def queries(self) -> tuple[int, ...]:
+        """Tokens of each document that are dealt, in order."""
         ...
 
     @property
     def seqlen(self) -> int:
-        """Tokens of all documents."""
+        """Those of all documents."""
         ...
 
     @property
@@ -121,6 +121,11 @@ class Dealt(Layout):
     def largest(self, n: int, seqlen: int) -> int:
         return int(self.ranges.tokens(n // self.head_parallel).max())
 
+    @property
+    def of_history(self) -> Layout:
+        """Runs: what was there before was dealt with other documents."""
+        return replace(LAYOUTS["contiguous"], head_parallel=self.head_parallel)
+
     def gives_all_work(self, n: int, seqlen: int) -> bool:
         return bool(self.ranges.tokens(n // self.head_parallel).all())
 
@@ -151,8 +156,8 @@ def _runs(deal: Deal, chunks: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def _documents(mask: Pack) -> tuple[np.ndarray, np.ndarray]:
     """(first, behind the last) position of each document."""
-    ends = np.cumsum(mask.lengths)
-    return ends - mask.lengths, ends
+    ends = np.cumsum(mask.queries)
+    return ends - mask.queries, ends
 
 
 def _zigzag_documents(deal: Deal, chunks: int) -> Pieces:
@@ -168,13 +173,13 @@ def _zigzag_documents(deal: Deal, chunks: int) -> Pieces:
 
 
 def _whole_documents(deal: Deal, chunks: int) -> Pieces:
-    mask, to = deal.mask, np.zeros(len(deal.mask.lengths), np.int64)
+    mask, to = deal.mask, np.zeros(len(deal.mask.queries), np.int64)
     least = [(0, 0, chunk) for chunk in range(chunks)]
     work = mask.work_of_documents
-    for index in np.lexsort((-np.array(mask.lengths), -work)).tolist():
+    for index in np.lexsort((-np.array(mask.queries), -work)).tolist():
         done, tokens, chunk = heapq.heappop(least)
         to[index] = chunk
-        heapq.heappush(least, (done + int(work[index]), tokens + mask.lengths[index], chunk))
+        heapq.heappush(least, (done + int(work[index]), tokens + mask.queries[index], chunk))
     return Pieces(to, *_documents(mask))
 
 
@@ -250,8 +255,8 @@ def _sub_groups(mask: Pack, chunks: int, tokens: int) -> tuple[list[tuple[int, i
     """(first chunk, chunks) of each document's sub-group, with so many tokens a chunk, and the imbalance."""
     load, most = np.zeros(chunks), chunks.bit_length() - 1
     work = mask.work_of_documents
-    sizes = np.array([1 << min((-(-length // tokens) - 1).bit_length(), most) for length in mask.lengths])
-    found, order = [(0, 1)] * len(mask.lengths), np.lexsort((-work, -sizes))
+    sizes = np.array([1 << min((-(-length // tokens) - 1).bit_length(), most) for length in mask.queries])
+    found, order = [(0, 1)] * len(mask.queries), np.lexsort((-work, -sizes))
     shared = int((sizes > 1).sum())  # these come first
     for index in order[:shared].tolist():
         size = int(sizes[index])

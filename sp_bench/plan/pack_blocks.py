@@ -1,0 +1,324 @@
+"""The blocks of packs of documents and windows: which pairs of chunks compute what, counted for all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from sp_bench.plan.dealers import Dealt
+from sp_bench.plan.intervals import Runs, Sight, pair_counts, regions_of_runs, runs_of
+from sp_bench.plan.layout import Positions, Shards
+from sp_bench.plan.mask import Blocks, Mask, Part
+from sp_bench.plan.regions import Regions
+
+
+class Pack(Sight, Protocol):
+    """Documents packed into one sequence, as plan.documents has them: what their blocks ask of a pack."""
+
+    @property
+    def new(self) -> tuple[int, ...]:
+        """Tokens of each document that are queries; empty for all of them."""
+        ...
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Keys of each document."""
+        ...
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """Queries of each document."""
+        ...
+
+    @property
+    def edges(self) -> Any:
+        """The first key of each document, and how many there are: (documents + 1,)."""
+        ...
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a window limits what a query sees."""
+        ...
+
+    @property
+    def query_positions(self) -> Any:
+        """The position of each query among the keys: (seqlen,)."""
+        ...
+
+    @property
+    def work_of_documents(self) -> np.ndarray:
+        """(query, key) pairs of each document: (documents,)."""
+        ...
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query sees no key behind its own position."""
+        ...
+
+    @property
+    def inside(self) -> Mask:
+        """The mask of one document, without a window."""
+        ...
+
+    def in_one(self, q: Runs, kv: Runs) -> bool:
+        """Whether all these queries and keys are of one document, of which there is no window."""
+        ...
+
+
+class Shapes(NamedTuple):
+    """The mean size of the pieces that a block falls into: queries and keys of the same document. (classes,) each."""
+
+    pieces: np.ndarray
+    q_tokens: np.ndarray
+    kv_tokens: np.ndarray
+
+
+class Seen(NamedTuple):
+    """The keys of other chunks that the queries of one chunk see, in groups: by document, or by run of a window."""
+
+    keys: np.ndarray
+    """How many a query sees, rising in a group: (queries,)."""
+    behind: np.ndarray
+    """How many more queries its group has behind it: (queries,)."""
+    first: np.ndarray
+    """The first query of each group: (groups,)."""
+    queries: np.ndarray
+    """How many each group has: (groups,)."""
+
+
+@dataclass(frozen=True)
+class PackBlocks(Blocks):
+    """The blocks of a pack: each pair of chunks is a class of its own, whose regions are found when they are asked for.
+
+    Counts of pairs are an array over all pairs of chunks.
+    """
+
+    mask: Pack  # pyright: ignore[reportIncompatibleVariableOverride]
+    found: dict[int, Regions] = field(default_factory=dict, compare=False, repr=False)
+
+    def of(self, q_rank, kv_rank):
+        degree = self.layout.head_parallel
+        return q_rank // degree * self.chunks + kv_rank // degree
+
+    @property
+    def numbering(self) -> Hashable:
+        return self.n, self.layout.head_parallel
+
+    def regions_of(self, kind: int) -> Regions:
+        if kind not in self.found:
+            self.find([kind])
+        return self.found[kind]
+
+    def find(self, kinds: Iterable[int]) -> None:
+        by_queries: dict[int, list[int]] = {}
+        for kind in map(int, kinds):
+            q, kv = divmod(kind, self.chunks)
+            if kind in self.found or not self.computes[kind]:
+                self.found.setdefault(kind, ())
+            elif self.mask.in_one(self._runs[q], self._key_runs[kv]):
+                self.found[kind] = self.mask.inside.regions(self._dealt[q], self._dealt_keys[kv])
+            else:
+                by_queries.setdefault(q, []).append(kv)
+        if by_queries:
+            blocks = [(self._runs[q], [self._key_runs[kv] for kv in keys]) for q, keys in by_queries.items()]
+            pairs = (q * self.chunks + kv for q, keys in by_queries.items() for kv in keys)
+            self.found.update(zip(pairs, regions_of_runs(self.mask, blocks), strict=True))
+
+    @cached_property
+    def _dealt(self) -> list[Positions]:
+        """The positions of every chunk's queries among the keys."""
+        return [self._queries(chunk) for chunk in range(self.chunks)]
+
+    @cached_property
+    def _dealt_keys(self) -> list[Positions]:
+        """The positions of every chunk's keys."""
+        return [self.keys.chunk_positions(chunk) for chunk in range(self.chunks)] if self.mask.new else self._dealt
+
+    @cached_property
+    def _runs(self) -> list[Runs]:
+        """`_dealt`, as runs."""
+        return [runs_of(each) for each in self._dealt] if self.mask.new else runs_of_chunks(self.queries)
+
+    @cached_property
+    def _key_runs(self) -> list[Runs]:
+        """`_dealt_keys`, as runs."""
+        return runs_of_chunks(self.keys) if self.mask.new else self._runs
+
+    @property
+    def classes(self) -> int:
+        return self.chunks**2
+
+    @cached_property
+    def owner(self) -> np.ndarray:
+        """The chunk of each query: (seqlen,)."""
+        return _owner(runs_of_chunks(self.queries), self.seqlen)
+
+    @cached_property
+    def key_owner(self) -> np.ndarray:
+        """The chunk of each key: (keys,)."""
+        return _owner(self._key_runs, self.keys.seqlen) if self.mask.new else self.owner
+
+    @cached_property
+    def pairs(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
+        seen = self.mask.sees(self.mask.query_positions)
+        return pair_counts(self.owner, self.key_owner, self.chunks, *seen).ravel()
+
+    @cached_property
+    def computes(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether any pair of each class is computed, (classes,): found without counting pairs."""
+        if not self.mask.windowed and not self.mask.new and self._all_see_all_in_one():
+            return np.ones(self.classes, bool)
+        if any(runs.step > 1 for runs in (*self._runs, *self._key_runs)):
+            return self.pairs > 0
+        by_queries = _by_position(self._runs)
+        by_keys = _by_position(self._key_runs) if self.mask.new else by_queries
+        (chunk, start, stop), (owner, begin, _) = by_queries, by_keys
+        # The queries of a run see neighbouring keys, all together.
+        first, behind = self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
+        change = np.zeros((self.chunks, begin.size + 1), np.int32)
+        np.add.at(change, (chunk, np.searchsorted(begin, first, "right") - 1), 1)
+        np.add.at(change, (chunk, np.searchsorted(begin, behind - 1, "right")), -1)
+        seen = change.cumsum(axis=1)[:, np.argsort(owner, kind="stable")] > 0
+        keys, begins = np.unique(np.sort(owner), return_index=True)
+        found = np.zeros((self.chunks, self.chunks), bool)
+        found[:, keys] = np.logical_or.reduceat(seen, begins, axis=1)
+        return found.ravel()
+
+    def _all_see_all_in_one(self) -> bool:
+        """Whether queries of each chunk see keys of every chunk in the longest document, which has no window."""
+        longest = int(np.argmax(self.mask.lengths))
+        low, high = self.mask.edges[longest : longest + 2]
+        first, last = [], []
+        for start, stop, step in self._runs:
+            here = slice(np.searchsorted(stop, low, "right"), np.searchsorted(start, high))
+            if here.start >= here.stop:
+                return False
+            first.append(start[here][0] + max(-((start[here][0] - low) // step), 0) * step)
+            last.append(start[here][-1] + (min(stop[here][-1], high) - 1 - start[here][-1]) // step * step)
+        return max(first) <= min(last) if self.mask.causal else bool(np.less_equal(first, last).all())
+
+    def parts(self, *, keys: bool) -> Sequence[Part]:
+        """Whole chunks: a kernel for variable lengths returns all rows."""
+        return [Part(1.0, False)] * self.classes
+
+    @property
+    def narrows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True: most blocks compute a part of their rows."""
+        return True
+
+    @property
+    def skips_queries(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """False: all rows of a chunk travel together."""
+        return False
+
+    @cached_property
+    def tokens_of_documents(self) -> np.ndarray:
+        """Queries of each document in each chunk: (documents, chunks)."""
+        return self._by_document(self.mask.queries, self.owner)
+
+    @cached_property
+    def keys_of_documents(self) -> np.ndarray:
+        """Keys of each document in each chunk: (documents, chunks)."""
+        return self._by_document(self.mask.lengths, self.key_owner) if self.mask.new else self.tokens_of_documents
+
+    def _by_document(self, lengths: Sequence[int], owner: np.ndarray) -> np.ndarray:
+        documents = np.arange(len(lengths))
+        cell = np.repeat(documents, lengths) * self.chunks + owner
+        return np.bincount(cell, minlength=documents.size * self.chunks).reshape(documents.size, -1)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """The mean pieces of each block. A kernel call takes them together."""
+        queries, keys = self.tokens_of_documents.astype(float), self.keys_of_documents.astype(float)
+        asking, there = (queries > 0).astype(float), (keys > 0).astype(float)
+        pieces, q_tokens, kv_tokens = asking.T @ there, queries.T @ there, asking.T @ keys
+        divided = np.maximum(pieces, 1)
+        return Shapes(pieces.ravel(), (q_tokens / divided).ravel(), (kv_tokens / divided).ravel())
+
+    @property
+    def imbalance(self) -> float:
+        """(query, key) pairs of the chunk with most of them over the mean of all."""
+        work = self.pairs.reshape(self.chunks, self.chunks).sum(axis=1)
+        return float(work.max() / work.mean())
+
+    @property
+    def remote_tokens(self) -> int:
+        """Keys that chunks see in other chunks, a whole chunk of keys for each pair of chunks that has any."""
+        tokens = self.keys.chunk_tokens(np.arange(self.chunks))
+        seen = self.pairs.reshape(self.chunks, self.chunks) > 0
+        np.fill_diagonal(seen, False)
+        return int((seen * tokens).sum())
+
+    def least_moved(self, per_query: float, per_key: float) -> float:
+        """The least that any method moves between chunks, of so much for a query and for a key, all chunks together.
+
+        A pair of a query of one chunk and a key of another is computed somewhere. Then the key has come to the query's
+        chunk, or the query has left it and its result came back. What it costs at least is a vertex cover of least
+        weight of a chunk's queries and the others' keys that they see. In a document later queries see more, so that
+        the cover is all keys up to one query and all queries behind it. With a window, only the keys between two runs
+        of a chunk are counted, with the queries of the second.
+        """
+        moved = 0.0
+        for seen in self._seen_elsewhere:
+            kept = np.minimum.reduceat(per_key * seen.keys + per_query * seen.behind, seen.first)
+            moved += float(np.minimum(kept, per_query * seen.queries).sum())
+        return moved
+
+    @cached_property
+    def _seen_elsewhere(self) -> list[Seen]:
+        """The keys of other chunks that the queries of each chunk see, for chunks that have any."""
+        positions = self.mask.query_positions
+        pairs = zip(_by_chunk(self.owner, self.chunks), _by_chunk(self.key_owner, self.chunks), strict=True)
+        return [self._seen_by(positions[queries], own) for queries, own in pairs if queries.size]
+
+    def _seen_by(self, queries: np.ndarray, own: np.ndarray) -> Seen:
+        """Those of a chunk's queries and its own keys, both by position among keys."""
+        first, stop = self.mask.sees(queries)
+        if self.mask.windowed:
+            of = np.append(0, np.cumsum(np.diff(queries) > 1))  # the run of each query
+            start = queries[np.flatnonzero(np.diff(of, prepend=-1))]
+            before = np.append(0, own + 1)[np.searchsorted(own, start)]
+            keys = np.maximum(start[of] - np.maximum(first, before[of]), 0)
+            order = np.lexsort((keys, of))
+            of, keys = of[order], keys[order]
+        else:
+            of = np.searchsorted(self.mask.edges, queries, side="right") - 1
+            keys = (stop - first) - (np.searchsorted(own, stop) - np.searchsorted(own, first))
+        groups = np.flatnonzero(np.diff(of, prepend=-1))
+        sizes = np.diff(np.append(groups, queries.size))
+        behind = np.repeat(groups + sizes, sizes) - np.arange(queries.size) - 1
+        return Seen(keys.astype(np.int32), behind.astype(np.int32), groups, sizes)
+
+
+def runs_of_chunks(shards: Shards) -> list[Runs]:
+    """The positions of every chunk, as runs."""
+    if isinstance(shards.layout, Dealt) and shards.in_runs:
+        return [Runs(start, stop) for start, stop in shards.layout.ranges.runs(shards.chunks)]
+    return [runs_of(shards.chunk_positions(chunk)) for chunk in range(shards.chunks)]
+
+
+def _owner(chunks: Sequence[Runs], tokens: int) -> np.ndarray:
+    """The chunk of each token by position: (tokens,)."""
+    owner = np.empty(tokens, np.int64)
+    for chunk, runs in enumerate(chunks):
+        for start, stop in zip(runs.start.tolist(), runs.stop.tolist(), strict=True):
+            owner[start : stop : runs.step] = chunk
+    return owner
+
+
+def _by_chunk(owner: np.ndarray, chunks: int) -> list[np.ndarray]:
+    """The positions of each chunk, ascending, from the chunk of each position."""
+    ends = np.cumsum(np.bincount(owner, minlength=chunks))
+    return np.split(np.argsort(owner, kind="stable"), ends[:-1])
+
+
+def _by_position(chunks: Sequence[Runs]) -> np.ndarray:
+    """(chunk, start, stop) of the runs of all chunks, ascending: (3, runs)."""
+    chunk = np.repeat(np.arange(len(chunks)), [runs.start.size for runs in chunks])
+    start, stop = (np.concatenate([runs[i] for runs in chunks]) for i in range(2))
+    order = np.argsort(start)
+    return np.stack([chunk[order], start[order], stop[order]])
