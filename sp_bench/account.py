@@ -471,7 +471,7 @@ def _matrix_bytes(plan: Plan, problem: Problem) -> int:
     """Bytes of the matrices from latents to keys and values, backward with their gradients; 0 without latents."""
     if not problem.latent_dim:
         return 0
-    elements = problem.heads * (problem.made_dim + problem.value_dim) * problem.latent_dim
+    elements = problem.padded_heads * (problem.made_dim + problem.value_dim) * problem.latent_dim
     gradient = DTYPE_BYTES[problem.accumulate_dtype] if plan.phase == "backward" else 0
     return elements * (DTYPE_BYTES[problem.dtype] + gradient)
 

@@ -322,23 +322,48 @@ class PackBlocks(Blocks):
     @cached_property
     def computes(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether any pair of each class is computed, (classes,): found without counting pairs."""
+        return self.pairs > 0 if self._runs is None else (self._seen(self._runs[1]) > 0).ravel()
+
+    @cached_property
+    def keys_seen(self) -> np.ndarray:
+        """How many keys of each block some query of it sees: (classes,). Of chunks that are no runs of neighbours, all
+        that are of the same documents.
+        """
+        if self._runs is None:
+            return self.shapes.pieces * self.shapes.kv_tokens
+        edges = np.unique(np.concatenate(self._runs[1:]))
+        return self._seen(edges[edges < self.seqlen]).ravel()
+
+    @cached_property
+    def _runs(self) -> tuple[np.ndarray, ...] | None:
+        """The runs of neighbours that chunks are dealt as, ascending: the chunk of each, its first position, the first
+        key that it sees and the key behind the last, (runs,). None where chunks are no runs, or one has none.
+        """
         dealt = [runs_of(self._queries(chunk)) for chunk in range(self.chunks)]
         if not all(dealt):
-            return self.pairs > 0
+            return None
         owner = np.repeat(np.arange(self.chunks), [runs.start.size for runs in dealt if runs])
         start, stop = (np.concatenate(each) for each in zip(*filter(None, dealt), strict=True))
-        order = np.argsort(start)
-        owner, start, stop = owner[order], start[order], stop[order]
         # The queries of a run see neighbouring keys, all together.
-        first, behind = self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
-        change = np.zeros((self.chunks, start.size + 1), np.int32)
-        np.add.at(change, (owner, np.searchsorted(start, first, "right") - 1), 1)
-        np.add.at(change, (owner, np.searchsorted(start, behind - 1, "right")), -1)
-        seen = change.cumsum(axis=1)[:, np.argsort(owner, kind="stable")] > 0
-        keys, begins = np.unique(np.sort(owner), return_index=True)
-        found = np.zeros((self.chunks, self.chunks), bool)
-        found[:, keys] = np.logical_or.reduceat(seen, begins, axis=1)
-        return found.ravel()
+        order, first, behind = np.argsort(start), self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
+        return tuple(x[order] for x in (owner, start, first, behind))
+
+    def _seen(self, cells: np.ndarray) -> np.ndarray:
+        """Tokens of the cells of keys that begin at these positions, of those that any query of a chunk sees a key of,
+        by the chunk of queries and that of keys: (chunks, chunks).
+        """
+        assert self._runs is not None, "chunks are runs"
+        owner, start, first, behind = self._runs
+        of_cells, tokens = owner[np.searchsorted(start, cells, "right") - 1], np.diff(np.append(cells, self.seqlen))
+        begins, ends = (np.searchsorted(cells, keys, "right") for keys in (first, behind - 1))
+        runs = np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner, minlength=self.chunks))[:-1])
+        found = np.empty((self.chunks, self.chunks))
+        for chunk, mine in enumerate(runs):
+            there = np.bincount(begins[mine] - 1, minlength=cells.size + 1)
+            there -= np.bincount(ends[mine], minlength=cells.size + 1)
+            seen = np.cumsum(there[:-1]) > 0
+            found[chunk] = np.bincount(of_cells[seen], tokens[seen], self.chunks)
+        return found
 
     def parts(self, *, keys: bool) -> Sequence[Part]:
         """Whole chunks: a kernel for variable lengths returns all rows."""

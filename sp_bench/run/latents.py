@@ -26,7 +26,11 @@ Matrices = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Latents:
-    """The matrices from latents to keys and values, which all ranks have, and their gradients."""
+    """The matrices from latents to keys and values, which all ranks have, and their gradients.
+
+    Of heads of zeros (plan.padded_heads), which follow the true ones, they are zeros, and stay so: keys of these have
+    no more than what all heads share, and neither scores nor values get a gradient.
+    """
 
     to_keys: Tensor
     """(H, D - R, L), in the compute dtype."""
@@ -45,6 +49,8 @@ class Latents:
         shapes = [(problem.heads, rows, problem.latent_dim) for rows in (problem.made_dim, problem.value_dim)]
         drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
         to_keys, to_values = ((x * problem.latent_dim**-0.5).to(device, dtype) for x in drawn)
+        if more := problem.padded_heads - problem.heads:
+            to_keys, to_values = (torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for x in (to_keys, to_values))
         if not backward:
             return cls(to_keys, to_values)
         wide = getattr(torch, problem.accumulate_dtype)

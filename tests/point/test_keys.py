@@ -135,8 +135,6 @@ def test_latents_travel_in_place_of_keys_and_are_counted_simulated_and_told(tmp_
         ("kv_heads=8", "latent_dim=512, kv_heads=8: all heads have their keys of one latent.*; kv_heads=1 would work"),
         ("rope_dim=192", "rope_dim=192: must be 0 to 191: .*; rope_dim=64 would work"),
         ("latent_dim=null rope_dim=64", "rope_dim=64: .* none travels; latent_dim=512, or rope_dim=null, would work"),
-        ("mask=window window=[64,0]", "latent_dim=512, mask=.*: latents travel under masks of whole sequences"),
-        ("method=ulysses method.pad_heads=true heads=12", "latent_dim=512, method.pad_heads=true: "),
         ("workload=decode method=helix kv_seqlen=64k seqlen=1", "latent_dim=512, workload=decode: "),
         ("cuda_graph=true", "latent_dim=512 cuda_graph=true: blocks add to gradients"),
         ("dtype=float16", "dtype=float16: .* so that no making of keys is simulated; dtype=bfloat16 would work"),
@@ -156,6 +154,19 @@ def _but(words: list[str], *usual: str) -> list[str]:
     """The usual keys that aren't among the words."""
     given = {word.partition("=")[0] for word in words}
     return [word for word in usual if word.partition("=")[0] not in given]
+
+
+def test_measured_latents_of_windows_and_padded_heads(tmp_path: Path) -> None:
+    """The gate's sequence and the timed one are compared with fp64."""
+    latents = (*SMALL[:3], *SMALL[4:], "v_head_dim=8", "latent_dim=12")
+    padded = ("method=ulysses", "method.pad_heads=true", "heads=3")
+    asked = [point(*latents, "method=group_cast", "heads=2", "mask=window", "window=[9,0]"), point(*latents, *padded)]
+    for outcome in run_points(asked, folder=tmp_path, reuse=False):
+        record = outcome.record
+        assert record.status == "ok", record.error
+        assert record.err_dk is not None and max(record.err_dk, record.err_timed_dq or 1) < 2e-6
+        assert record.comm_bytes_per_gpu == record.comm_bytes_expected
+        assert (record.padded_heads, record.padded_kv_heads) == ((None, None) if record.mask == "window" else (4, 1))
 
 
 @pytest.mark.parametrize("method", ["ring", "mesh", "helix"])
