@@ -61,6 +61,23 @@ class Latents:
         """All that a rank holds of them."""
         return (self.to_keys, self.to_values, *(self.gradients or ()))
 
+    def hold(self, to_keys: Tensor, to_values: Tensor) -> None:
+        """Take a layer's matrices, (H (D - R), L) and (H V, L), for the calls from now on, with gradients of zero."""
+        for into, matrix in zip((self.to_keys, self.to_values), (to_keys, to_values), strict=True):
+            into.flatten(0, 1)[: len(matrix)].copy_(matrix.detach())
+        for gradient in self.gradients or ():
+            gradient.zero_()
+
+    def gradients_as(self, *matrices: Tensor) -> list[Tensor]:
+        """Copies of the gradients so far, in the shapes and dtypes of the matrices that `hold` took."""
+        assert self.gradients is not None, "of a backward"
+        pairs = zip(self.gradients, matrices, strict=True)
+        return [x.flatten(0, 1)[: len(matrix)].to(matrix.dtype, copy=True) for x, matrix in pairs]
+
+    def copied(self) -> Latents:
+        """The matrices now, on the CPU, without gradients."""
+        return Latents(self.to_keys.to("cpu", copy=True), self.to_values.to("cpu", copy=True))
+
     def of(self, heads: Heads) -> Matrices:
         """The matrices of some query heads."""
         return self.to_keys[heads], self.to_values[heads]

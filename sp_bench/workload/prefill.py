@@ -107,6 +107,11 @@ class Prefill(Workload):
         return self.chunking.tensor_parallel
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What the model leaves out."""
+        return self.model.notes if self.model else ()
+
+    @property
     def layers(self) -> int:
         """How many attentions each chunk has, one after another."""
         return self.model.layers if self.model else 1
@@ -127,11 +132,8 @@ class Prefill(Workload):
         if self.model and mode != "simulate":
             rule = "is simulated only: measured ranks compute the attention of one layer"
             raise RequestError(f"model={self.model.name}", rule, "mode=simulate, or model=none, would work")
-        if self.model and problem.head_dim % 2:
-            rule = "RoPE turns pairs of elements of a head"
-            raise RequestError(f"head_dim={problem.head_dim}", rule, f"head_dim={problem.head_dim + 1} would work")
         if self.model:
-            refuse_keys(problem, self.name, "model=none")
+            refuse_keys(self.model, problem, self.name, "model=none")
         self._refuse_chunks(problem)
 
     def _refuse_chunks(self, problem: Problem) -> None:
@@ -184,8 +186,7 @@ class Prefill(Workload):
         """The model, as far as there is one."""
         if not self.model:
             return TrainingStep()
-        heads = {"heads": problem.heads * self.degree, "kv_heads": problem.kv_heads * self.degree}
-        parameters = self.model.parameters(replace(problem, **heads))
+        parameters = self.model.parameters(problem, self.degree)
         return TrainingStep(model=self.model.name, parameters=parameters, tensor_parallel=self.degree)
 
     def prompt(self, problem: Problem) -> Prompt:

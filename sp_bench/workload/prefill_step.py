@@ -20,6 +20,7 @@ from sp_bench.run.devices import clock_of
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.latents import Latents
 from sp_bench.workload.attention_step import make_engines, marks_parts, parts_of, random_tensor
 from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.engine_step import EngineStep
@@ -73,7 +74,8 @@ class Cached:
         """
         k, v = (torch.cat(each, 1) for each in zip(self.before, *self.new[: index + 1], strict=True))
         inputs = self.q[index], k, v, self.q[index]  # of dout no row is looked at
-        return errors_of_rows(self.problems[index], context, inputs, {"out": out}, sample, seed=self._seed)
+        latents = Latents.random(self.problems[index], self._seed, torch.device("cpu"), backward=False)
+        return errors_of_rows(self.problems[index], context, inputs, {"out": out}, sample, latents=latents)
 
 
 def watched(chunks: int) -> list[int]:
