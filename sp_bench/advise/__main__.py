@@ -31,12 +31,10 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from sp_bench.advise import job, job_words, packs_words, plots
 from sp_bench.advise.candidates import DECODE, PAD_HEADS, Answer, Question, answer, decodes
@@ -44,6 +42,7 @@ from sp_bench.advise.changes import Change, changes
 from sp_bench.advise.code import Wanted, command_options
 from sp_bench.advise.flags import FRAMEWORKS, settings
 from sp_bench.advise.packs import Packs, answer_for_packs, packs_of
+from sp_bench.advise.progress import watching
 from sp_bench.advise.workers import workers
 from sp_bench.cli.arguments import flag, run_command
 from sp_bench.cli.columns import make_console, print_columns
@@ -101,7 +100,7 @@ def _advise(arguments: Sequence[str]) -> int:
             raise RequestError(f"plots={given['plots']}", "is of one pack", "packs=1 would work")
         return _advise_packs(console, overrides, packs, memory_bytes, every=ALL in arguments)
     with workers() as mapped:
-        with _progress() as done:
+        with watching() as done:
             found = answer(Question(overrides), memory_bytes=memory_bytes, mapped=mapped, done=done)
         said(console, heading(found))
         tied = found.tied
@@ -110,7 +109,7 @@ def _advise(arguments: Sequence[str]) -> int:
         said(console, [*backing(found), *reasons(found)])
         varied = []
         if asked:
-            with _progress("what would change it: ") as done:
+            with watching("what would change it: ", rows=False) as done:
                 varied = changes(overrides, found, memory_bytes=memory_bytes, mapped=mapped, done=done)
     said(console, what_changes(found, varied))
     for line in how_to(found, overrides):  # commands and code: to be copied
@@ -123,7 +122,7 @@ def _advise(arguments: Sequence[str]) -> int:
 def _advise_packs(
     console: Console, overrides: Sequence[str], packs: Packs, memory_bytes: float | None, *, every: bool
 ) -> int:
-    with workers() as mapped, _progress() as done:
+    with workers() as mapped, watching() as done:
         found = answer_for_packs(Question(overrides), packs, memory_bytes=memory_bytes, mapped=mapped, done=done)
     data = next((each for each in overrides if each.startswith("data=")), f"data={found.config['data']['kind']}")
     said(console, packs_words.heading(found, data))
@@ -149,7 +148,7 @@ def _advise_job(arguments: Sequence[str], batch_tokens: str) -> int:
             raise RequestError(argument, rule, "leaving it out would work")
     kept = [argument for argument in arguments if argument.partition("=")[0] not in (BATCH, ALL)]
     console, every = make_console(), ALL in arguments
-    with workers() as mapped, _progress() as done:
+    with workers() as mapped, watching() as done:
         found = job.answer([*kept, f"train.batch_tokens={batch_tokens}"], mapped=mapped, done=done)
     said(console, job_words.heading(found))
     shown, tied = job_words.shown_jobs(found, every=every), found.tied
@@ -302,16 +301,6 @@ def how_to(found: Answer, overrides: Sequence[str] = ()) -> list[str]:
         if elsewhere:
             break
     return lines
-
-
-@contextmanager
-def _progress(about: str = "") -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what was simulated last: a function that is called with its name."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(about)
-        yield lambda name: progress.update(task, description=f"{about}{name}")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from sp_bench.advise.progress import Done, Show, unseen
 from sp_bench.advise.workers import Map
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
@@ -93,7 +94,7 @@ def answer(
     *,
     memory_bytes: float | None = None,
     mapped: Map = map,
-    done: Callable[[str], None] = lambda name: None,
+    done: Show = unseen,
 ) -> Answer:
     """Simulate the methods for a question. Methods whose attention needs more than `memory_bytes` a GPU are refused.
 
@@ -112,7 +113,7 @@ def answers(
     *,
     memory_bytes: float | None = None,
     mapped: Map = map,
-    done: Callable[[str], None] = lambda name: None,
+    done: Show = unseen,
 ) -> list[Answer]:
     """The answer to each question, as of `answer`, but that nothing may be feasible.
 
@@ -138,7 +139,7 @@ def answers(
             else:
                 here.feasible.append(tried)
                 here.refused |= _too_large(tried, memory_bytes)
-            done(name)
+            done(Done(name, number + 1, len(asked), None if name in here.refused else here.feasible[-1].time.step_ms))
     for here in found.values():
         here.feasible = [each for each in here.feasible if each.method.name not in here.refused]
         here.feasible.sort(key=lambda each: each.time.step_ms)

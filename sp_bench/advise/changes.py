@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sp_bench.advise.candidates import Answer, Feasible, Question, answers, decodes
+from sp_bench.advise.progress import Show, unseen
 from sp_bench.advise.workers import Map
 from sp_bench.plan.documents import Documents
 from sp_bench.plan.patterns import divisors
@@ -37,7 +38,7 @@ def changes(
     *,
     memory_bytes: float | None,
     mapped: Map = map,
-    done: Callable[[str], None] = lambda name: None,
+    done: Show = unseen,
 ) -> list[Change]:
     """The answers to the varied questions, among the methods that are fast today."""
     names = [each.method.name for each in now.feasible[: max(TRIED, len(now.tied))]]

@@ -5,11 +5,12 @@ Every split of the GPUs is simulated with USP and a ring; the other methods wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sp_bench.advise.candidates import for_method
+from sp_bench.advise.progress import Done, Show, unseen
 from sp_bench.advise.workers import Map
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
@@ -120,7 +121,7 @@ class Answer:
         return list(found.values())
 
 
-def answer(overrides: Sequence[str], *, mapped: Map = map, done: Callable[[str], None] = lambda name: None) -> Answer:
+def answer(overrides: Sequence[str], *, mapped: Map = map, done: Show = unseen) -> Answer:
     """Simulate the splits of a job, and all methods at the best of them.
 
     `overrides` have the model, gpus, seqlen and train.batch_tokens. Where they don't say what is computed again or kept
@@ -215,16 +216,17 @@ def _try(
     overrides: Sequence[str],
     cases: Sequence[Case],
     mapped: Map,
-    done: Callable[[str], None],
+    done: Show,
 ) -> None:
     """Simulate cases; keep those that fit, and of the others why they can't be."""
     configs = (_config(composer, overrides, case) for case in cases)
-    for case, tried in zip(cases, mapped(_tried, configs), strict=True):
+    for number, (case, tried) in enumerate(zip(cases, mapped(_tried, configs), strict=True), start=1):
         if isinstance(tried, RequestError):
             found.refused[case.split] = str(tried)
         else:
             found.jobs.append(Job(case.split, *tried))
-        done(f"{case.split} {case.method}")
+        step_ms = None if isinstance(tried, RequestError) else tried[1].step_ms_median
+        done(Done(f"{case.split} {case.method}", number, len(cases), step_ms))
 
 
 @uncollected()

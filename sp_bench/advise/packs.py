@@ -7,7 +7,7 @@ the fastest on the pack of middle work, or on that of most work: those of both w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from sp_bench import account
 from sp_bench.advise.candidates import Answer, Feasible, Question, answers, decodes
+from sp_bench.advise.progress import Done, Show, unseen
 from sp_bench.advise.workers import Map
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
@@ -174,7 +175,7 @@ def answer_for_packs(
     *,
     memory_bytes: float | None = None,
     mapped: Map = map,
-    done: Callable[[str], None] = lambda name: None,
+    done: Show = unseen,
 ) -> PacksAnswer:
     """Every method on every pack. A method that needs more than `memory_bytes` on any of them is refused.
 
@@ -204,9 +205,7 @@ def answer_for_packs(
     return found
 
 
-def _on_all(
-    chosen: Sequence[Feasible], found: PacksAnswer, mapped: Map, done: Callable[[str], None]
-) -> Iterable[OnPacks]:
+def _on_all(chosen: Sequence[Feasible], found: PacksAnswer, mapped: Map, done: Show) -> Iterable[OnPacks]:
     """Each method that can run on all packs, with those of its chosen degrees that have the lower median."""
     tasks = [(each, seed) for seed in found.packs.seeds for each in chosen]  # by pack: a process keeps what it knows
     each_found: list[list[OnAPack]] = [[] for _ in chosen]
@@ -215,7 +214,8 @@ def _on_all(
             found.refused.setdefault(each.method.name, _on_pack(seed, on_pack))
         else:
             each_found[number % len(chosen)].append(on_pack)
-        done(f"{each.method.name}, seed {seed}")
+        step_ms = None if isinstance(on_pack, RequestError) else on_pack.step_ms
+        done(Done(f"{each.method.name}, seed {seed}", number + 1, len(tasks), step_ms))
     best: dict[str, OnPacks] = {}
     for one in (OnPacks(each, on_packs) for each, on_packs in zip(chosen, each_found, strict=True)):
         name = one.feasible.method.name

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from sp_bench import account
@@ -19,8 +21,8 @@ from sp_bench.plan.problem import Problem
 from sp_bench.point.collection import uncollected
 from sp_bench.point.request import Request
 from sp_bench.simulate import Run, exactly, simulate
-from sp_bench.simulate.blocks import kernels_s
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
+from sp_bench.simulate.operations import work_s
 
 FUSED = "fused"
 """The word in a variant's name that says that blocks of its plans are fused."""
@@ -87,7 +89,7 @@ def choose(request: Request) -> Choice:
     Variants are simulated in order of a lower bound on their time (simulate.bounds). Those whose bound is above the
     best time so far, or that don't fit in memory, are not simulated. Meanwhile cores and links are shared evenly, there
     is no noise, so that no variant is chosen by its random draw, and ranks that are nearly alike are taken for alike
-    (simulate.simulate). The one chosen is simulated again without all that.
+    (simulate.simulate). The one chosen is simulated again without all that. With `every_variant`, bounds rule out none.
     Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
@@ -98,23 +100,23 @@ def _fastest(request: Request, planned: Sequence[Choice]) -> Choice:
     """The one of these variants that `choose` chooses. Raises as it does."""
     # A single variant needn't be chosen.
     asked = request if len(planned) == 1 else replace(request, cluster=request.cluster.even)
-    bounded = sorted((_bound_s(asked, choice), i) for i, choice in enumerate(planned))
     memory = request.cluster.device.memory_bytes
     best: Choice | None = None
     timed: list[tuple[float, int]] = []
     rows: dict[int, dict[str, Any]] = {}
     refused: RequestError | None = None
-    for bound_s, i in bounded:
+    for bound_s, i in _by_bound(asked, planned, timed):
         here = planned[i]
         a, b = here.method.tile_shape(request.problem.n) or (None, None)
-        peak = account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport)
         rows[i] = {"variant": here.variant, "tile_a": a, "tile_b": b}
         rows[i] |= {"layout": here.problem.layout.name}
-        rows[i] |= {"bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": peak}
+        rows[i] |= {"bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": None}
+        if best and bound_s >= best.total_s and not request.every_variant:
+            continue
+        peak = account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport)
+        rows[i]["peak_mem_bytes"] = peak
         if memory and peak > memory:
             rows[i]["refused"] = "more than the device's memory"
-            continue
-        if best and bound_s >= best.total_s:
             continue
         try:
             here = simulated(here, asked.cluster, nearly_alike=len(planned) > 1)
@@ -313,17 +315,37 @@ def costs_for(request: Request, problem: Problem) -> CostProfile:
     return request.cluster.profile(replace(request.problem, layout=layout, padded=problem.padded))
 
 
-def _bound_s(request: Request, choice: Choice) -> float:
-    """A lower bound on the time of the plans on this cluster."""
-    return sum(max(bounds_s(request, choice, phase).values()) for phase in choice.plans)
+def _by_bound(
+    request: Request, choices: Sequence[Choice], timed: Sequence[tuple[float, int]]
+) -> Iterator[tuple[float, int]]:
+    """Lower bounds in seconds on the time of the choices, with their indices, the lowest first.
+
+    What ranks compute is part of a bound only where the rest of it is below all times that are known by then, `timed`.
+    """
+    sent_s = [{phase: _sent_s(request, choice, phase) for phase in choice.plans} for choice in choices]
+    waiting = [(sum(by_phase.values()), i) for i, by_phase in enumerate(sent_s)]
+    heapify(waiting)
+    whole = [len(choices) == 1] * len(choices)
+    while waiting:
+        bound_s, i = heappop(waiting)
+        if whole[i] or bound_s >= min(timed, default=(math.inf,))[0]:
+            yield bound_s, i
+        else:
+            whole[i] = True
+            each = (max(sent, _computed_s(request, choices[i], phase)) for phase, sent in sent_s[i].items())
+            heappush(waiting, (sum(each), i))
 
 
-def bounds_s(request: Request, choice: Choice, phase: str) -> dict[str, float]:
-    """Lower bounds on the time of a phase, by what sets them (simulate.bounds). Compute counts the blocks alone."""
+def _sent_s(request: Request, choice: Choice, phase: str) -> float:
+    """A lower bound on the time of a phase by what it sends."""
     problem, cluster, plan = choice.problem, request.cluster, choice.plans[phase]
-    blocks_s = kernels_s(plan, problem, cluster)
-    least_s = cluster.least_compute_s(blocks_s * cluster.stragglers.slow_ranks(problem.n))
-    # Noise may make blocks faster than their figures.
-    compute_s = 0.0 if cluster.stragglers.jitter else least_s
     crossing = link_bytes(cluster.network(problem.n), account.traffic(plan, problem, cluster))
-    return lower_bounds(plan, problem, cluster, crossing, compute_s)
+    return max(lower_bounds(plan, problem, cluster, crossing, 0.0).values())
+
+
+def _computed_s(request: Request, choice: Choice, phase: str) -> float:
+    """A lower bound on the time of a phase by what the busiest rank computes."""
+    cluster = request.cluster
+    if cluster.stragglers.jitter:  # noise may make blocks faster than their figures
+        return 0.0
+    return cluster.least_compute_s(work_s(choice.plans[phase], choice.problem, cluster))

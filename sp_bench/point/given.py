@@ -40,6 +40,7 @@ class Values(Section, frozen=True, kw_only=True):
     latent_dim: Count | None
     rope_dim: Natural | None
     trace: Natural
+    every_variant: bool
     iters: Count
     warmup: Natural
     verify: bool

@@ -78,6 +78,8 @@ class Request:
     seed: int
     trace: int
     """The number of ranks whose simulated timelines are written."""
+    every_variant: bool
+    """Whether variants are simulated that bounds rule out."""
     timeout_s: float
     run_id: str
     """Empty for a launch in the future, on whose machines it depends."""
@@ -211,6 +213,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         parts=values.parts and peer is None,
         seed=values.seed,
         trace=values.trace,
+        every_variant=values.every_variant,
         timeout_s=values.timeout_s,
         notes=notes,
         run_id=given.run_id(mode.name, cluster.cores, peer.version if peer else None, launch, mode.devices)

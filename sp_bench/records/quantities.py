@@ -128,8 +128,8 @@ class Setup:
     work_imbalance_lower_bound: float | None = None
     """The least possible work_imbalance: above 1 only where documents are dealt whole."""
     candidates: list[dict[str, Any]] | None = None
-    """If an option was auto: every variant with its simulated time, or a lower bound on it. Of a prompt in several
-    chunks none: each has its own."""
+    """If an option was auto: every variant with its simulated time and peak memory, or a lower bound on its time. Of a
+    prompt in several chunks none: each has its own."""
     planning_ms: Annotated[float | None, Result("planning of a new pack", "ms", better="less", noisy=True)] = None
     """With mask=document: how long a core of the machine that wrote the record takes to plan a pack that is new to it,
     for the first rank: to assign tokens, and to find plans, rows and regions (point.planning). No part of the step."""

@@ -7,9 +7,8 @@ from functools import cache, partial
 
 import numpy as np
 
-from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.device import DeviceCosts
-from sp_bench.lower import Lowering, lower
+from sp_bench.lower import Lowering
 from sp_bench.lower.joined import copied_bytes
 from sp_bench.plan.block_classes import block_classes
 from sp_bench.plan.casts import rows_read, works_of
@@ -87,6 +86,13 @@ class BlockCosts:
                 if c not in merged
             ]
         )
+
+    def kinds(self) -> np.ndarray:
+        """A number for each class of blocks, the same for classes with the same costs: (classes,)."""
+        parts = [self._problem.blocks.parts(keys=keys) for keys in (False, True)]
+        costs = [(seconds, *(part if seconds else ())) for seconds, *part in zip(self.class_s, *parts, strict=True)]
+        number = {cost: i for i, cost in enumerate(dict.fromkeys(costs))}
+        return np.array([number[cost] for cost in costs])
 
     def joined_s(self, rows: Iterable[int], ranks: np.ndarray) -> np.ndarray:
         """Seconds of one kernel call each for the blocks in these rows of BlockClasses, all of one query chunk of a
@@ -219,15 +225,3 @@ def _held_s(problem: Problem, device: DeviceCosts) -> np.ndarray:
     held = [problem.blocks.held_of(kind) for kind in range(problem.blocks.classes)]
     fold_s = device.fold_s(problem, tensor)
     return np.array([device.regions_s(problem, "forward", regions) + len(regions) * fold_s for regions in held])
-
-
-def kernels_s(plan: Plan, problem: Problem, cluster: Cluster) -> np.ndarray:
-    """Seconds of all kernel calls of a plan on each rank, at least, without folds: (n,)."""
-    costs = BlockCosts(plan, problem, cluster.device, lower(plan, problem, cluster.transport))
-    everyone, total_s = np.arange(problem.n), costs.classes.totals(costs.class_s, costs.alone)
-    if joined := costs.joinable():  # of the whole plan: they may not be ready together
-        total_s = np.minimum(total_s, sum((costs.joined_s(rows, everyone) for rows in joined), np.zeros(problem.n)))
-    for index, op in plan:
-        if isinstance(op, Fused | Gathered):
-            total_s += costs.kernels_s(index, op, everyone)
-    return total_s

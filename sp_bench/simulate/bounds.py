@@ -38,7 +38,7 @@ def lower_bounds(
         if hosts and name in between:
             carried = hosts.least_wire_bytes(carried, lanes)
         by_class[name] = float((carried / network.link_bytes_per_s[links]).max(initial=0.0))
-    pipelined = lower(plan, problem, cluster.transport).pipelined
+    pipelined = lower(plan, problem, cluster.transport).pipelined if cluster.transport.pipelines else {}
     latency_s = 0.0 if cluster.stragglers.jitter else _latency_s(plan, problem, cluster, pipelined)
     return {"compute": compute_s, "latency": latency_s, **by_class}
 

@@ -12,8 +12,9 @@ from functools import cache
 
 import numpy as np
 
+from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.device import DeviceCosts
-from sp_bench.lower import Lowering
+from sp_bench.lower import Lowering, lower
 from sp_bench.plan import casts
 from sp_bench.plan.demand import demand
 from sp_bench.plan.groups import Exchange
@@ -38,6 +39,7 @@ from sp_bench.plan.ops import (
     TreeReduce,
 )
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.schedule import segments
 from sp_bench.plan.tensors import Tensor
 from sp_bench.plan.transfers import messages, share_sent
 from sp_bench.simulate.blocks import BlockCosts
@@ -97,7 +99,9 @@ class OperationCosts:
         return self._problem.is_even and index not in self.wanted
 
     def that_leave_blocks(self, moves: Sequence[Permutation], *, apart: float = 0.0) -> Sequence[Permutation]:
-        """The moves under which the kernel calls of each block stay the same, or differ by this share at most."""
+        """The moves under which the kernel calls and folds of each block stay the same, or the seconds of its calls
+        differ by this share at most.
+        """
         for block_s in self._by_block(apart) if moves else ():
             unlike = block_s[block_s.min(axis=1) < (1 - apart) * block_s.max(axis=1)]
             moves = [move for move in moves if np.array_equal(unlike[:, move], unlike)]
@@ -107,9 +111,10 @@ class OperationCosts:
 
     def _by_block(self, apart: float) -> Iterator[np.ndarray]:
         """Costs of blocks that may differ by rank, by more than this share, many at once: (blocks, n)."""
-        there_s = self._blocks.class_s[self._classes.there]
-        if there_s.size and there_s.min() < (1 - apart) * there_s.max():
-            yield from self._classes.slabs(self._blocks.class_s, self._blocks.alone)
+        by_class = self._blocks.class_s if apart else self._blocks.kinds()
+        there = by_class[self._classes.there]
+        if there.size and there.min() < (1 - apart) * there.max():
+            yield from self._classes.slabs(by_class, self._blocks.alone)
         yield from (self._blocks.joined_s(rows, np.arange(self._problem.n))[None] for rows in self._blocks.joinable())
         for index, op in self._plan:
             if isinstance(op, Fused | Gathered):
@@ -298,6 +303,15 @@ class OperationCosts:
         cast_s = _of_each(sent, lambda share: self._cast_s(op.tensor, summed, share))
         copy_s = _of_each(sent, lambda share: self._device.copy_s(share * whole))
         return np.where(cast_s > 0, cast_s, np.where(sent < held, copy_s, 0.0))
+
+
+def work_s(plan: Plan, problem: Problem, cluster: Cluster) -> np.ndarray:
+    """Seconds that each rank computes in one phase, alone on its core or device, as they are simulated: (n,)."""
+    lowering = lower(plan, problem, cluster.transport)
+    costs, everyone = OperationCosts(plan, problem, cluster.device, lowering), np.arange(plan.n)
+    indices = [segment.ops for segment in segments(plan, lowering.waits).values()]
+    total_s = sum((seconds.sum(axis=0) for seconds in costs.work_s(indices, everyone)), np.zeros(plan.n))
+    return (total_s + costs.results_s()) * cluster.stragglers.slow_ranks(plan.n)
 
 
 def _brought(plan: Plan) -> dict[int, Pass | GroupReduce]:

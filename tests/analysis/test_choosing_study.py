@@ -44,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
             "SEQLENS": SEQLENS,
             "GPUS": GPUS,
             "TILED_GPUS": (64,),
-            "MEMORY_KEYS": KEYS[-1:] * 2,
+            "EVERY_VARIANT": KEYS[-1:] * 2,
         }.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)

@@ -15,7 +15,7 @@ from sp_bench.resources import CONF
 from sp_bench.slurm.settings import Settings
 
 COUNTS = {
-    "config": 57,
+    "config": 58,
     "data": 8,
     "implementation": 7,
     "kernel": 1,

@@ -67,11 +67,12 @@ def test_any_key_of_a_cluster_can_be_given() -> None:
 
 
 def test_a_tile_that_does_not_fit_is_not_taken() -> None:
-    free = choose(point("gpus=64", "seqlen=256k"))
+    all_of_them = "gpus=64", "seqlen=256k", "every_variant=true"
+    free = choose(point(*all_of_them))
     peaks = {(row["tile_a"], row["tile_b"]): row["peak_mem_bytes"] for row in free.candidates or ()}
     taken = there(free.method.tile_shape(64))
     limit = peaks[taken] - 1
-    tight = choose(point("gpus=64", "seqlen=256k", f"cluster.device.memory_bytes={limit}"))
+    tight = choose(point(*all_of_them, f"cluster.device.memory_bytes={limit}"))
     assert peaks[there(tight.method.tile_shape(64))] <= limit
     assert tight.total_s >= free.total_s
     refused = {(r["tile_a"], r["tile_b"]) for r in tight.candidates or () if "refused" in r}

@@ -33,7 +33,8 @@ OTHERWISE: dict[str, str] = {
     "warmup": "1", "verify": "false", "parts": "false", "timeout_s": "5", "seed": "4", "window": "[9,0]", "chunk": "64",
     "mode": "alone", "workload": "train", "kernel.sm_margin": "8", "decode.tensor_parallel": "2",
     "decode.latent": "true", "decode.page_tokens": "16",
-    "sinks": "true", "prefill.chunk": "256", "prefill.cached": "512", "prefill.tensor_parallel": "2",
+    "every_variant": "true", "sinks": "true",
+    "prefill.chunk": "256", "prefill.cached": "512", "prefill.tensor_parallel": "2",
 }  # fmt: skip
 """Another valid value of each key of conf/config.yaml, and of the one of conf/kernel."""
 ABOUT_THE_OUTPUT = {"trace", "baseline", "reuse", "results_dir"}

@@ -37,20 +37,22 @@ def of_plan(plan: Plan, *_: Any, **__: Any) -> Plan:
 
 @pytest.mark.parametrize("method", ["mesh", "ring", "usp"])
 def test_everything_is_built_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan for each variant and phase; of each plan one dataflow, one schedule, one table of blocks and one bound.
-    All ranks are simulated for no variant but the one that is chosen.
+    """A plan for each variant and phase; of each plan one bound by what it sends, and at most one by what it computes,
+    one dataflow, one schedule and one table of blocks. All ranks are simulated for no variant but the chosen one.
     """
-    planned, bounded = Counter[Any](), Counter[Any]()
+    planned, bounded, computed = Counter[Any](), Counter[Any](), Counter[Any]()
     graphs: Counter[bool] = Counter()
     made = [Counter[Plan]() for _ in BUILT]
     counted(monkeypatch, Method, "plan", planned, lambda self, problem, phase, costs: (self, problem, phase))
-    counted(monkeypatch, choosing, "kernels_s", bounded, lambda plan, problem, cluster: (plan, problem))
+    counted(monkeypatch, choosing, "lower_bounds", bounded, lambda plan, problem, *_: (plan, problem))
+    counted(monkeypatch, choosing, "work_s", computed, lambda plan, problem, cluster: (plan, problem))
     counted(monkeypatch, simulate, "build_graph", graphs, lambda *_, nearly_alike=False, **__: nearly_alike)
     for (where, name), seen in zip(BUILT, made, strict=True):
         counted(monkeypatch, where, name, seen, of_plan)
     found = choose(point(f"method={method}", "gpus=64", "seqlen=1M"))
     variants = len(found.candidates or [found])
-    assert set(planned.values()) == set(bounded.values()) == {1}
+    assert set(planned.values()) == set(bounded.values()) == set(computed.values()) == {1}
+    assert len(computed) <= len(bounded)
     assert len(planned) == len(bounded) == variants * len(found.plans)
     for seen in made:
         assert set(seen.values()) == {1}

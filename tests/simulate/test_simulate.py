@@ -16,14 +16,14 @@ from sp_bench.errors import RequestError
 from sp_bench.lower import GLOO, NCCL, lower
 from sp_bench.methods import build
 from sp_bench.methods.mesh import tiles
-from sp_bench.plan import Attend, AttendBackward, Fold, Group, Pass, Plan, Problem, block_classes
+from sp_bench.plan import Attend, AttendBackward, Fold, Group, Pass, Plan, Problem
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.ops import BLOCKS, Block
+from sp_bench.plan.ops import BLOCKS
 from sp_bench.plan.schedule import Segment, segments
 from sp_bench.plan.tensors import DKV, KV, Q
-from sp_bench.simulate import WAITING, blocks, simulate
-from sp_bench.simulate.blocks import BlockCosts
+from sp_bench.simulate import WAITING, operations, simulate
+from sp_bench.simulate.operations import work_s
 from tests.support.clusters import block_s, cluster, problem
 from tests.support.problems import Planned, plans
 
@@ -38,15 +38,18 @@ def test_ring_bound_by_transfers() -> None:
     assert run.busy_s == pytest.approx(np.full(16, 16 * block_s(p)))
 
 
-@given(plans(max_n=6))
-def test_kernels_of_all_blocks_are_those_of_each(planned: Planned) -> None:
-    plan, where = planned.plan, cluster()
-    costs = BlockCosts(plan, planned.problem, where.device, lower(plan, planned.problem, where.transport))
-    ranks = np.arange(plan.n)
-    each = sum(costs.kernels_s(index, op, ranks) for index, op in plan if isinstance(op, Block))
+@given(plans(max_n=6), st.sampled_from([1, 3]))
+def test_ranks_compute_as_long_as_is_simulated(planned: Planned, slow: float) -> None:
+    """Which bounds a step from below, without its transfers."""
+    plan, problem = planned.plan, planned.problem
+    on = cluster()
+    on = replace(on, stragglers=replace(on.stragglers, ranks={0: slow}))
+    run = simulate(plan, problem, on)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_classes, "BLOCKS_AT_ONCE", 3)
-        assert blocks.kernels_s(plan, planned.problem, where) == pytest.approx(each)
+        patch.setattr(operations, "AT_ONCE", 3)
+        computed_s = work_s(plan, problem, on)
+    assert computed_s == pytest.approx(run.work_s)
+    assert computed_s.max() <= run.makespan_s * (1 + 1e-9)
 
 
 def test_lanes_on_cores_begin_early() -> None:

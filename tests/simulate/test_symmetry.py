@@ -66,6 +66,16 @@ def test_any_plan(data: st.DataObject) -> None:
     assert_equal(*both(method.plan(p, phase, COMPUTE_BOUND), method.dealt(p), where))
 
 
+@pytest.mark.parametrize("phase", PHASES)
+def test_ranks_with_other_folds_are_told_apart(phase: str) -> None:
+    """Of zigzag blocks that take equally long, some have all queries and others half of them, which are folded."""
+    request = point("method=ring", "method.layout=zigzag", "gpus=8", "cluster=local", "head_dim=64", f"phase={phase}")
+    (choice,) = variants(request, [of_kind(Method, request.method)])
+    one, all_of_them = both(choice.plans[phase], choice.problem, request.cluster)
+    assert_equal(one, all_of_them)
+    assert np.ptp(one.busy_s) > 0
+
+
 def ranks_simulated(method: str, n: int, where: Cluster, p: Problem | None = None, **options: Any) -> int:
     p = p or split_problem(n)
     return simulate(build(method, options).plan(p, "forward", COMPUTE_BOUND), p, where).graph.quotient.ranks.size

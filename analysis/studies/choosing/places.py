@@ -25,6 +25,10 @@ TIE = 0.02
 
 Key = tuple[str, int, str, int]
 """Cluster, KV heads, seqlen, GPUs."""
+EVERY_VARIANT: tuple[Key, ...] = (("h100_ndr400", 32, "512k", 64), ("h100_ndr400", 32, "2M", 256))
+"""Where time is shown against memory, of all variants."""
+TILED_GPUS = (64, 256)
+"""Where all tiles of Mesh are compared."""
 Grid = dict[tuple[Key, str], Record]
 KEYS: tuple[Key, ...] = tuple(product(CLUSTERS, KV_HEADS, SEQLENS, GPUS))
 
@@ -33,6 +37,8 @@ def asked(key: Key, method: str) -> Point:
     """The point of a method: causal, forward and backward, 32 heads of 128 in bfloat16. TokenRing is the hybrid."""
     cluster, kv_heads, seqlen, gpus = key
     options: dict[str, Any] = {"nodes": gpus // NODE} if method == "tokenring" else {}
+    if key in EVERY_VARIANT or (method == "mesh" and gpus in TILED_GPUS):
+        options["every_variant"] = True
     return point(method=method, gpus=gpus, seqlen=seqlen, kv_heads=kv_heads, cluster=cluster, **options)
 
 

@@ -20,8 +20,6 @@ from sp_bench.analysis.table import Cell
 from sp_bench.methods.mesh import tiles as all_tiles
 from sp_bench.records import Record
 
-TILED_GPUS = (64, 256)
-MEMORY_KEYS: tuple[Key, ...] = (("h100_ndr400", 32, "512k", 64), ("h100_ndr400", 32, "2M", 256))
 VOLUME_AT = "h100_ndr400", "512k"
 HALF = source("choosing.half")
 Variant = tuple[str, str, number.Number, number.Number]
@@ -34,7 +32,7 @@ def tiles(runs: Runs) -> Section:
     rows: list[list[Cell]] = []
     costs: list[number.Number] = []
     same = 0
-    for cluster, kv_heads, gpus, seqlen in product(places.CLUSTERS, places.KV_HEADS, TILED_GPUS, places.SEQLENS):
+    for cluster, kv_heads, gpus, seqlen in product(places.CLUSTERS, places.KV_HEADS, places.TILED_GPUS, places.SEQLENS):
         record = found[(cluster, kv_heads, seqlen, gpus), "mesh"]
         smallest = _least_volume_tile(record)
         time, word = _time_of(record, smallest)
@@ -62,7 +60,7 @@ def _time_of(record: Record, candidate: dict[str, Any]) -> tuple[number.Number, 
 
 def _tiles_figure(found: Grid) -> Figure:
     panels = Panels(len(places.CLUSTERS), height=2.9, sharey=True)
-    tones, gpus, kv_heads = colours(places.SEQLENS), TILED_GPUS[-1], places.KV_HEADS[0]
+    tones, gpus, kv_heads = colours(places.SEQLENS), places.TILED_GPUS[-1], places.KV_HEADS[0]
     for axis, cluster in zip(panels.axes[0], places.CLUSTERS, strict=True):
         for marker, seqlen in zip("osD", places.SEQLENS, strict=False):
             record = found[(cluster, kv_heads, seqlen, gpus), "mesh"]
@@ -133,10 +131,10 @@ def _volume_figure(records: Mapping[tuple[str, int, int], Record]) -> Figure:
 
 def memory(runs: Runs) -> Section:
     """Time against memory of every simulated variant."""
-    found, panels = places.grid(runs), Panels(len(MEMORY_KEYS), height=3.5)
+    found, panels = places.grid(runs), Panels(len(places.EVERY_VARIANT), height=3.5)
     rows: list[list[Cell]] = []
     fronts: list[Text] = []
-    for axis, key in zip(panels.axes[0], MEMORY_KEYS, strict=True):
+    for axis, key in zip(panels.axes[0], places.EVERY_VARIANT, strict=True):
         variants = [variant for method in places.METHODS for variant in _variants(found[key, method])]
         front = pareto(variants)
         panels.numbers += [number for _, _, *numbers in variants for number in numbers]
@@ -147,7 +145,7 @@ def memory(runs: Runs) -> Section:
         ratios = {"times": fast_gb.over(lean_gb), "share": fast_ms.over(lean_ms)}
         fronts.append(words("choosing.front", seqlen=key[2], gpus=key[3], **counts, **ratios))
     panels.legend_below(3, fontsize=8)
-    figure = panels.figure("choosing-memory", f"Step against peak memory, {MEMORY_KEYS[0][0]}")
+    figure = panels.figure("choosing-memory", f"Step against peak memory, {places.EVERY_VARIANT[0][0]}")
     return section("choosing.memory", figure=figure, fronts=fronts, rows=rows)
 
 

@@ -1,0 +1,62 @@
+"""What has been simulated so far, while advice is worked out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+TIMES_A_SECOND = 4
+"""How often a terminal is drawn anew."""
+
+
+class Done(NamedTuple):
+    """A point that has been simulated, or can't be: the `number`th `of` so many."""
+
+    what: str
+    number: int
+    of: int
+    step_ms: float | None = None
+
+
+Show = Callable[[Done], None]
+
+
+def unseen(done: Done) -> None:
+    """Show nothing."""
+
+
+@contextmanager
+def watching(about: str = "", *, rows: bool = True, console: Console | None = None) -> Iterator[Show]:
+    """Draw a bar on a terminal and, with `rows`, the times that are known so far, the shortest first. Both are gone in
+    the end. Yields what is called with each.
+    """
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        yield unseen
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar, known = Progress(*columns, console=console), list[tuple[float, str]]()
+    task = bar.add_task(about, total=None)
+
+    def show(done: Done) -> None:
+        if rows and done.step_ms is not None:
+            known.append((done.step_ms, done.what))
+        bar.update(task, description=f"{about}{done.what}", completed=done.number, total=done.of)
+        live.update(Group(_table(known, console.height - 3), bar))
+
+    with Live(bar, console=console, transient=True, refresh_per_second=TIMES_A_SECOND) as live:
+        yield show
+
+
+def _table(known: list[tuple[float, str]], most: int) -> Table:
+    """The first so many rows of those that are known."""
+    table = Table.grid(padding=(0, 2))
+    for step_ms, what in sorted(known)[:most]:
+        table.add_row(what, f"{step_ms:.4g} ms")
+    return table
