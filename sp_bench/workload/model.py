@@ -59,7 +59,7 @@ class Model(Section, frozen=True, kw_only=True):
     q_latent: Count | None = None
     """With `kv_latent`, elements of a latent that queries are made of, after a norm; None: of the hidden state."""
     left_out: str = ""
-    """What the model that it is named for has and this one doesn't, in words; records have it as a note."""
+    """Parts of the model that it is named for that are not modelled, in words; records have it as a note."""
     modulation: Literal["layer", "shared"] = "layer"
     """The matrix of a dit that makes modulations of the diffusion time: one in each layer, or one for all and a bias in
     each (adaLN-single of PixArt, Chen et al. 2023)."""
@@ -99,7 +99,7 @@ class Model(Section, frozen=True, kw_only=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What it leaves out, if anything, for a reader of records."""
+        """A remark on parts of the named model that it leaves out, for a reader of records; empty for none."""
         return (f"model={self.name} leaves out {self.left_out}",) if self.left_out else ()
 
     @property

@@ -108,7 +108,7 @@ class Prefill(Workload):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the model leaves out."""
+        """A remark on parts that the model leaves out."""
         return self.model.notes if self.model else ()
 
     @property

@@ -135,7 +135,7 @@ class Train(Workload):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the model leaves out."""
+        """A remark on parts that the model leaves out."""
         return self.model.notes
 
     @property
