@@ -172,7 +172,7 @@ def planned(record: Record, phase: str) -> tuple[Plan, Problem, Cluster]:
 
 def _problem(record: Record) -> Problem:
     keys = (*SHAPE, "dtype", "wire_dtype")
-    mask = mask_of(record.config or {}, record.seqlen, record.seed or 0)
+    mask = mask_of(record.config or {}, record.seed or 0, record.seqlen, record.kv_seqlen)
     return Problem(
         n=record.gpus, mask=mask, layout=mask.layout(record.layout or ""), **{key: getattr(record, key) for key in keys}
     )

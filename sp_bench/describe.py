@@ -19,11 +19,12 @@ from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY, build
 from sp_bench.plan.costs import COMPUTE_BOUND
-from sp_bench.plan.documents import Documents, PackBlocks
+from sp_bench.plan.documents import Documents
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import FULL, MASKS
 from sp_bench.plan.method import PHASES, Method, ScheduleTime
 from sp_bench.plan.ops import Plan
+from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Q
 from sp_bench.point import resolve

@@ -14,21 +14,29 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import numpy as np
-from msgspec import Meta
+from msgspec import Meta, field
 
 from sp_bench.errors import RequestError
 from sp_bench.plan.documents import Documents
-from sp_bench.reading import Positive, Section, Tokens, read
+from sp_bench.reading import Natural, Positive, Section, Tokens, read
 
 Share = Annotated[float, Meta(gt=0, le=1, examples=[0.25])]
 Given = Annotated[
     list[Tokens], Meta(description="a list of lengths, whole numbers of at least 1", examples=["[8k,1000,192]"])
+]
+Histories = Annotated[
+    list[Natural], Meta(description="a list of numbers of tokens, whole and at least 0", examples=["[8k,0,64k]"])
 ]
 MOST_DOCUMENTS = 1_000_000
 
 
 class Data(Section, frozen=True, kw_only=True, tag_field="kind", tag="none"):
     """The data of a point without documents."""
+
+    @property
+    def histories(self) -> Sequence[int]:
+        """The tokens before each document's queries; empty where there are none."""
+        return ()
 
     def lengths_in(self, seqlen: int, seed: int) -> list[int]:
         """The tokens of each document in a sequence. Raises RequestError where there are none."""
@@ -41,6 +49,11 @@ class Lengths(Data, frozen=True, kw_only=True, tag="lengths"):
     """Documents of given lengths."""
 
     lengths: Given
+    cached: Histories = field(default_factory=list)
+
+    @property
+    def histories(self) -> Sequence[int]:
+        return self.cached
 
     def lengths_in(self, seqlen: int, seed: int) -> list[int]:
         return self.lengths
@@ -146,15 +159,29 @@ def lengths_of(data: Mapping[str, Any], seqlen: int, seed: int) -> tuple[int, ..
     return tuple(found)
 
 
+def histories_of(data: Mapping[str, Any]) -> Sequence[int]:
+    """The tokens before each document's queries of a section `data`; empty where there are none."""
+    return data_of(data).histories
+
+
 def documents(
-    lengths: Sequence[int], *, causal: bool = True, window: tuple[int | None, int | None] = (None, None)
+    lengths: Sequence[int],
+    *,
+    causal: bool = True,
+    window: tuple[int | None, int | None] = (None, None),
+    histories: Sequence[int] = (),
 ) -> Documents:
     """A mask for SequenceParallelAttention: packed documents of these lengths, which together fill the sequence.
 
     `window` is (left, right), how many keys before and behind its own position a query sees; None for no limit.
-    Raises RequestError for a length below 1.
+    `histories` are the tokens of each document before its queries, 0 for one that has none: what is cached of sequences
+    of which the lengths are new. Raises RequestError for a length below 1, and unless each document has a history.
     """
-    return Documents(tuple(lengths), causal, *window)
+    found = Documents(tuple(lengths), causal, *window)
+    if histories and len(histories) != len(lengths):
+        rule = f"there is one for each of the {len(lengths)} documents"
+        raise RequestError(f"histories of {len(histories)} documents", rule, "0 for one that has none would work")
+    return found.behind([(tokens,) for tokens in histories]) if histories else found
 
 
 def _lengths_in(path: str) -> list[int]:

@@ -41,7 +41,7 @@ class Wanted:
             method=method,
             gpus=record.gpus,
             layout=record.layout or "contiguous",
-            mask=mask_of(config, record.seqlen, record.seed or 0),
+            mask=mask_of(config, record.seed or 0, record.seqlen, record.kv_seqlen),
             heads=record.heads,
             kv_heads=record.kv_heads,
             batch=record.batch,
@@ -74,9 +74,9 @@ def module_code(wanted: Wanted) -> str:
     lines = [f"from sp_bench import {', '.join(names)}"]
     if "lengths_of(" in given:
         lines.append("from sp_bench.packing import lengths_of")
-    uneven = wanted.seqlen % wanted.gpus and not isinstance(wanted.mask, Packed)
-    length = f", seqlen={wanted.seqlen}" if uneven else ""
-    if wanted.kv_seqlen:
+    knows = isinstance(wanted.mask, Packed)  # its lengths
+    length = f", seqlen={wanted.seqlen}" if wanted.seqlen % wanted.gpus and not knows else ""
+    if wanted.kv_seqlen and not knows:
         length = f", seqlen={wanted.seqlen}, kv_seqlen={wanted.kv_seqlen}"
     length += ", sinks=sinks" if wanted.sinks else ""
     lines += [
@@ -126,7 +126,11 @@ def _mask(wanted: Wanted) -> str:
     causal = "" if mask.causal else ", causal=False"
     sides = (mask.left, 0 if mask.causal else mask.right)
     window = f", window={sides}" if mask.windowed else ""
-    return f"documents({_lengths(wanted, mask)}{causal}{window})"
+    cached = map(sum, mask.cached)
+    if isinstance(mask, Chunked):  # of the first chunk what is cached in it
+        cached = [keys - new for keys, new in zip(mask.lengths, mask.queries, strict=True)]
+    histories = f", histories={[*cached]}" if mask.new else ""
+    return f"documents({_lengths(wanted, mask)}{causal}{window}{histories})"
 
 
 def _lengths(wanted: Wanted, mask: Packed) -> str:
@@ -134,7 +138,7 @@ def _lengths(wanted: Wanted, mask: Packed) -> str:
     data = wanted.config.get("data") or {}
     if isinstance(mask, Documents) and data.get("kind") != "lengths":
         return f"lengths_of({data!r}, {wanted.seqlen}, {wanted.seed})"
-    if isinstance(mask, Chunked):
+    if isinstance(mask, Chunked) and not mask.new:
         first, rest = mask.lengths[0], mask.seqlen % mask.lengths[0]
         return f"[{first}] * {mask.seqlen // first}" + (f" + [{rest}]" if rest else "")
-    return str(list(mask.lengths))
+    return str(list(mask.queries))

@@ -22,7 +22,8 @@ from sp_bench.errors import RequestError
 from sp_bench.measure.stats import summarise
 from sp_bench.packing import Drawn, data_of
 from sp_bench.plan.dealers import Dealt
-from sp_bench.plan.documents import Documents, PackBlocks
+from sp_bench.plan.documents import Documents
+from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.point import resolve
 from sp_bench.point.backing import TELLING
@@ -260,7 +261,7 @@ def spans_of(problem: Problem) -> Spans:
     """How many ranks have tokens of the documents of a pack, by classes of documents (class_of)."""
     blocks = problem.blocks
     assert isinstance(blocks, PackBlocks) and isinstance(problem.layout, Dealt), "documents are dealt"
-    lengths = np.array(blocks.mask.lengths)
+    lengths = np.array(blocks.mask.queries)
     ranks = (blocks.tokens_of_documents > 0).sum(axis=1) * problem.layout.head_parallel
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for length, longest, count in zip(lengths, class_of(lengths, problem.seqlen // problem.n), ranks, strict=True):

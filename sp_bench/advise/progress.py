@@ -1,4 +1,4 @@
-"""What has been simulated so far, while advice is worked out."""
+"""Points that have been simulated so far, while advice is worked out."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from sp_bench.cluster.head_dims import Padded
 from sp_bench.cluster.kernel_table import KernelTable
-from sp_bench.plan.documents import PackBlocks
+from sp_bench.plan.pack_blocks import PackBlocks
 
 MOSTLY_FULL = 0.75
 """Pieces that compute at least this share of the pairs of their queries and keys go by the rates of full blocks."""
@@ -105,11 +105,12 @@ def blocks_s(kernel: Kernel, blocks: PackBlocks) -> np.ndarray:
     found, number = np.zeros(blocks.classes), np.full(blocks.classes, -1)
     number[there] = np.arange(there.size)
     groups = []
-    for tokens in _by_length(blocks, there.size):
-        one = (tokens > 0).astype(float)
-        count = (one.T @ one).ravel()
+    for queries, keys in _by_length(blocks, there.size):
+        asking, asked = (queries > 0).astype(float), (keys > 0).astype(float)
+        count = (asking.T @ asked).ravel()
         here = np.flatnonzero((count > 0) & (number >= 0))
-        q_tokens, kv_tokens = ((x @ y).ravel()[here] / count[here] for x, y in ((tokens.T, one), (one.T, tokens)))
+        sums = (queries.T @ asked, asking.T @ keys)
+        q_tokens, kv_tokens = (each.ravel()[here] / count[here] for each in sums)
         groups.append(Pieces(number[here], count[here], q_tokens, kv_tokens))
     pieces = Pieces(*map(np.concatenate, zip(*groups, strict=True)))
     found[there] = calls_s(kernel, pieces, blocks.pairs[there].astype(float))
@@ -121,11 +122,11 @@ def joined_s(kernel: Kernel, blocks: PackBlocks, queries: np.ndarray, keys: np.n
 
     queries: (calls,), keys: (key chunks, calls). `parts` equal parts of each document's queries have a call each.
     """
-    tokens = blocks.tokens_of_documents.astype(float)
+    of_queries, of_keys = blocks.tokens_of_documents.astype(float), blocks.keys_of_documents.astype(float)
     calls = np.arange(queries.size)
     among = np.zeros((blocks.chunks, queries.size))
     np.add.at(among, (keys, calls[None, :]), 1.0)
-    q_tokens, kv_tokens = tokens[:, queries] / parts, tokens @ among
+    q_tokens, kv_tokens = of_queries[:, queries] / parts, of_keys @ among
     pairs = blocks.pairs.reshape(blocks.chunks, -1)[queries[None, :], keys].sum(axis=0).astype(float)
     document, call = np.nonzero((q_tokens > 0) & (kv_tokens > 0) & (pairs > 0))
     at = document, call
@@ -133,11 +134,13 @@ def joined_s(kernel: Kernel, blocks: PackBlocks, queries: np.ndarray, keys: np.n
     return parts * calls_s(kernel, pieces, pairs / parts)
 
 
-def _by_length(blocks: PackBlocks, calls: int) -> Iterator[np.ndarray]:
-    """The tokens of documents in chunks, documents of about the same length at a time: (documents, chunks)."""
-    tokens = blocks.tokens_of_documents.astype(float)
+def _by_length(blocks: PackBlocks, calls: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The queries and the keys of documents in chunks, (documents, chunks) each, documents of about the same length at
+    a time.
+    """
+    queries, keys = blocks.tokens_of_documents.astype(float), blocks.keys_of_documents.astype(float)
     length = np.floor(LENGTHS_AN_OCTAVE * np.log2(np.array(blocks.mask.lengths)))
     if np.unique(length).size * calls > MOST_CELLS:
         length[:] = 0
     for each in np.unique(length):
-        yield tokens[length == each]
+        yield queries[length == each], keys[length == each]

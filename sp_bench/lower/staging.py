@@ -182,7 +182,7 @@ def goes_in_place(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) ->
     held = (problem.field_dtype(field, wire=False, summed=chunk not in unsummed) for field in chunk.tensor.fields)
     sent = (problem.field_dtype(field, wire=True) for field in by_heads(op))
     as_held = all(here == there for here, there in zip(held, sent, strict=False))  # a partial's statistics stay
-    return as_held and problem.batch == 1 and len(problem.shards_of(chunk.tensor).stretches) == 1
+    return as_held and problem.batch == 1 and problem.shards_of(chunk.tensor).in_runs
 
 
 def packed_bytes(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) -> tuple[int, int]:

@@ -92,6 +92,8 @@ class Caches(OfLengths):
     """Rows of each new token: the query heads that share a key head."""
     page: int | None = None
     """Tokens of a page, if each cache is dealt to ranks by pages in turn; None: each rank has a run of it."""
+    left: int | None = None
+    """How many keys before its own position a new token sees; None: all of its cache."""
 
     name: ClassVar[str] = "caches"
     causal: ClassVar[bool] = True
@@ -130,8 +132,8 @@ class Caches(OfLengths):
         """The pages of every cache."""
         return None if self.page is None else Pages(self.page)
 
-    def layout_of_keys(self, layout: Layout) -> Layout:
-        return layout if self.pages is None else Paged("paged", 1, self.pages)
+    def keys(self, layout: Layout, n: int, seqlen: int, kv_seqlen: int) -> Shards:
+        return Shards(layout if self.pages is None else Paged("paged", 1, self.pages), n, self.lengths)
 
     def capacity(self, n: int) -> int:
         """Rows of keys for which the rank that holds most has room: those of its runs, or of all its pages."""
@@ -139,12 +141,10 @@ class Caches(OfLengths):
             return sum(len(piece(0, n, length)) for length in self.lengths)
         return sum(self.pages.most(n, length) for length in self.lengths) * self.pages.tokens
 
-    def stretches(self, seqlen: int, kv_seqlen: int) -> tuple[int, ...]:
-        return self.lengths
-
     def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         sequence, row = np.divmod(positions, self.rows)
-        return self.edges[sequence], self.edges[sequence + 1] - self.new + 1 + row // self.share
+        start, stop = self.edges[sequence], self.edges[sequence + 1] - self.new + 1 + row // self.share
+        return start if self.left is None else np.maximum(start, stop - 1 - self.left), stop
 
     def regions(self, q: Positions, kv: Positions) -> Regions:
         """The regions between rows and keys at these positions, of which each run of keys is of one cache.
@@ -152,17 +152,21 @@ class Caches(OfLengths):
         Runs of one cache lie one behind the other, and what a row sees of them are their first keys.
         """
         rows = np.concatenate([np.arange(run.start, run.stop, run.step) for run in q])
-        first, stop = self.sees(rows)
+        sequence_of, (first, stop) = self.edges[rows // self.rows], self.sees(rows)
         found, before = [], 0
         for sequence, runs in groupby(kv, lambda run: int(np.searchsorted(self.edges, run.start, side="right"))):
             of_cache = [*runs]
-            seen = sum((np.clip(stop - run.start, 0, len(run)) for run in of_cache), np.zeros(1, int))
-            seen = np.where(first == self.edges[sequence - 1], seen, 0)
+            lost, seen = (
+                sum((np.clip(end - run.start, 0, len(run)) for run in of_cache), np.zeros(1, int))
+                for end in (first, stop)
+            )
+            seen = np.where(sequence_of == self.edges[sequence - 1], seen, 0)
             at = 0
-            for count, same in groupby(seen.tolist()):
+            for (start, count), same in groupby(zip(np.minimum(lost, seen).tolist(), seen.tolist(), strict=True)):
                 size = len(list(same))
-                if count:
-                    found.append(Region(RegionKind.FULL, range(at, at + size), range(before, before + count)))
+                if start < count:
+                    keys = range(before + start, before + count)
+                    found.append(Region(RegionKind.FULL, range(at, at + size), keys))
                 at += size
             before += sum(map(len, of_cache))
         return tuple(found)
@@ -179,6 +183,9 @@ class Caches(OfLengths):
 
     def pairs(self, seqlen: int, kv_seqlen: int | None = None) -> float:
         """(row, key) pairs: all that are seen."""
+        if self.left is not None:
+            first, stop = self.sees(np.arange(self.seqlen))
+            return float((stop - first).sum())
         unseen = self.share * len(self.lengths) * self.new * (self.new - 1) // 2
         return float(self.rows * self.kv_seqlen - unseen)
 
@@ -206,7 +213,7 @@ class Caches(OfLengths):
         each = max(1, KEYS_OF_ALL // len(self.lengths), 0 if self.page is None else self.page * 3 // 2)
         least = -(-self.new // n)  # as many keys as new tokens
         lengths = tuple((min(length // n, max(each, least)) * n + length % n) for length in self.lengths)
-        return replace(self, lengths=lengths)
+        return replace(self, lengths=lengths, left=None if self.left is None else max(lengths) - self.new)
 
 
 @dataclass(frozen=True)
@@ -242,10 +249,6 @@ class CacheBlocks(Blocks):
         return self.mask.regions(rows, self.keys.positions(kv)) if rows else ()
 
     @cached_property
-    def keys(self) -> Shards:
-        return Shards(self.mask.layout_of_keys(self.layout), self.n, self.mask.lengths)
-
-    @cached_property
     def rows(self) -> np.ndarray:
         """Rows of each chunk, by new token: (n, tokens), tokens in the order of sequences."""
         chunk = np.empty(self.seqlen, np.int64)
@@ -259,17 +262,28 @@ class CacheBlocks(Blocks):
     @cached_property
     def seen(self) -> np.ndarray:
         """Keys of each chunk that each new token sees: (tokens, n)."""
+        return (self._before(self._stops) - self._before(self._firsts)).reshape(self.mask.tokens, self.n)
+
+    @cached_property
+    def _stops(self) -> np.ndarray:
+        """The key behind the last that each new token sees of its cache: (sequences, new)."""
+        return np.array(self.mask.lengths)[:, None] - self.mask.new + 1 + np.arange(self.mask.new)
+
+    @property
+    def _firsts(self) -> np.ndarray:
+        """The first key that each new token sees of its cache: (sequences, new)."""
+        return 0 * self._stops if self.mask.left is None else np.maximum(self._stops - 1 - self.mask.left, 0)
+
+    def _before(self, limit: np.ndarray) -> np.ndarray:
+        """Keys of each chunk before a place in the cache of each new token: (sequences, new, n)."""
         mask, ranks = self.mask, np.arange(self.n)
         lengths = np.array(mask.lengths)
         if mask.pages:
-            limit = (lengths - mask.new + 1)[:, None, None] + np.arange(mask.new)[:, None]
-            return mask.pages.before(limit, ranks, self.n).reshape(self.mask.tokens, self.n)
+            return mask.pages.before(limit[:, :, None], ranks, self.n)
         base, longer = np.divmod(lengths, self.n)
         first = ranks * base[:, None] + np.minimum(ranks, longer[:, None])
         size = base[:, None] + (ranks < longer[:, None])
-        limit = lengths[:, None] - mask.new + 1 + np.arange(mask.new)
-        seen = np.clip(limit[:, :, None] - first[:, None], 0, size[:, None])
-        return seen.reshape(self.mask.tokens, self.n)
+        return np.clip(limit[:, :, None] - first[:, None], 0, size[:, None])
 
     @cached_property
     def pairs(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -303,15 +317,20 @@ class CacheBlocks(Blocks):
         """
         shape = (len(self.mask.lengths), self.mask.new)
         rows = self.rows[np.asarray(queries)].sum(axis=0).reshape(shape)
-        keys = (self.seen.reshape(*shape, self.n) * (rows > 0)[:, :, None]).max(axis=1)
-        return rows.sum(axis=1), keys
+        there = (rows > 0)[:, :, None]
+        stops, firsts = self._before(self._stops), self._before(self._firsts)
+        most = int(stops.max(initial=0))
+        keys = (stops * there).max(axis=1) - np.where(there, firsts, most).min(axis=1)
+        return rows.sum(axis=1), np.maximum(keys, 0)
 
     def least_moved(self, per_query: float, per_key: float) -> float:
         """The least that any method moves between ranks, of so much for a row and for a key, all ranks together.
 
         A row and a key of its cache that is on another rank meet somewhere. Either the row leaves its rank, and a
         result comes back from wherever keys stay; or keys come to the row's rank. Of a sequence with R rows and a run
-        of K keys that is min(per_query R, per_key K) for each of the other ranks.
+        of K keys that is min(per_query R, per_key K) for each of the other ranks; of several new tokens under a window,
+        of the keys that all of them see.
         """
-        degree, rows = self.n - 1, self.mask.rows
-        return sum(degree * min(per_query * rows, per_key * length / self.n) for length in self.mask.lengths)
+        degree, rows, unseen = self.n - 1, self.mask.rows, 0 if self.mask.left is None else self.mask.new - 1
+        keys = (max(length / self.n - unseen, 0.0) for length in self.mask.lengths)
+        return sum(degree * min(per_query * rows, per_key * count) for count in keys)

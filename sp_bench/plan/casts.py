@@ -86,10 +86,13 @@ class Casts:
         return _runs(self._segments.row[here], self._segments.tokens[here])
 
     def keys(self, queries: int, members: Sequence[int]) -> Keys:
-        """The rows that queries of a chunk see of several key chunks, as they lie behind each other."""
+        """The rows that queries of a chunk see of several key chunks, as they lie behind each other; of their own chunk
+        alone, which lies there as it is, all of them.
+        """
         if not self.counts[queries, [*members]].any():  # as of most members where documents are short
             return Keys(np.zeros(0, np.int64), (0,) * len(members), ())
-        here, there = [self._segments_of(queries, member) for member in members], self._segments
+        there, own = self._segments, (*members,) == (queries,)
+        here = [np.flatnonzero(there.owner == queries)] if own else [self._segments_of(queries, m) for m in members]
         all_of = np.concatenate(here)
         tokens = there.tokens[all_of]
         lie = np.cumsum(tokens) - tokens
@@ -122,7 +125,7 @@ class Casts:
 
     def _positions(self, chunk: int) -> Positions:
         """The positions of a chunk's queries among the keys."""
-        runs = self.of_queries.chunk_positions(chunk)
+        runs = self.pack.among_keys(self.of_queries.chunk_positions(chunk))
         return tuple(range(run.start + self.ahead, run.stop + self.ahead, run.step) for run in runs)
 
     def _segments_of(self, queries: int, keys: int) -> np.ndarray:

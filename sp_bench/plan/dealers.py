@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 
-from sp_bench.plan.layout import Layout, Positions, piece
+from sp_bench.plan.layout import LAYOUTS, Layout, Positions, piece
 
 BLOCKS_EACH = 16
 """How many blocks a chunk gets from the dealer `blocks`."""
@@ -41,13 +41,13 @@ class Pack(Protocol):
     """Documents packed into one sequence, as plan.documents has them: what a dealer asks of a pack."""
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each document, in order."""
+    def queries(self) -> tuple[int, ...]:
+        """Tokens of each document that are dealt, in order."""
         ...
 
     @property
     def seqlen(self) -> int:
-        """Tokens of all documents."""
+        """Those of all documents."""
         ...
 
     @property
@@ -108,6 +108,11 @@ class Dealt(Layout):
     def largest(self, n: int, seqlen: int) -> int:
         return int(self.ranges.tokens(n // self.head_parallel).max())
 
+    @property
+    def of_history(self) -> Layout:
+        """Runs: what was there before was dealt with other documents."""
+        return replace(LAYOUTS["contiguous"], head_parallel=self.head_parallel)
+
     def gives_all_work(self, n: int, seqlen: int) -> bool:
         return bool(self.ranges.tokens(n // self.head_parallel).all())
 
@@ -140,8 +145,8 @@ def _joined(runs: list[range]) -> Positions:
 
 
 def _documents(mask: Pack) -> list[range]:
-    ends = list(accumulate(mask.lengths))
-    return [range(end - length, end) for end, length in zip(ends, mask.lengths, strict=True)]
+    ends = list(accumulate(mask.queries))
+    return [range(end - length, end) for end, length in zip(ends, mask.queries, strict=True)]
 
 
 def _zigzag_documents(deal: Deal, chunks: int) -> list[list[range]]:
@@ -162,7 +167,7 @@ def _whole_documents(deal: Deal, chunks: int) -> list[list[range]]:
     mask, dealt = deal.mask, [list[range]() for _ in range(chunks)]
     least = [(0, 0, chunk) for chunk in range(chunks)]
     documents, work = _documents(mask), mask.work_of_documents
-    for index in np.lexsort((-np.array(mask.lengths), -work)):
+    for index in np.lexsort((-np.array(mask.queries), -work)):
         done, tokens, chunk = heapq.heappop(least)
         dealt[chunk].append(documents[index])
         heapq.heappush(least, (done + int(work[index]), tokens + len(documents[index]), chunk))
@@ -235,8 +240,8 @@ def _sub_groups(mask: Pack, chunks: int, tokens: int) -> tuple[list[tuple[int, i
     """(first chunk, chunks) of each document's sub-group, with so many tokens a chunk, and the imbalance."""
     load, most = np.zeros(chunks), chunks.bit_length() - 1
     work = mask.work_of_documents
-    sizes = np.array([1 << min((-(-length // tokens) - 1).bit_length(), most) for length in mask.lengths])
-    found, order = [(0, 1)] * len(mask.lengths), np.lexsort((-work, -sizes))
+    sizes = np.array([1 << min((-(-length // tokens) - 1).bit_length(), most) for length in mask.queries])
+    found, order = [(0, 1)] * len(mask.queries), np.lexsort((-work, -sizes))
     shared = int((sizes > 1).sum())  # these come first
     for index in order[:shared].tolist():
         size = int(sizes[index])

@@ -6,24 +6,29 @@ further limits how far a query sees. No length has to be divisible by anything.
     document   the keys of the same document: all of them, or those up to the query's own position
     window     the keys from `left` tokens before a query to `right` tokens behind it
     chunked    documents of equal length (chunked attention of Llama 4)
+
+Queries may be the last tokens of each document, behind a history of it: what is cached of a sequence of which a part is
+prefilled. A rank then has its part of every history, and the keys of its own queries. What no query sees of a history,
+since it is before all windows, is no part of the problem.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.dealers import DEALERS, FOR_ANY, Deal, Dealt
-from sp_bench.plan.intervals import pair_counts, regions_between, regions_of_runs, runs_of
-from sp_bench.plan.layout import LAYOUTS, Layout, Positions
-from sp_bench.plan.mask import CAUSAL, FULL, Blocks, Mask, Part
+from sp_bench.plan.intervals import regions_between, regions_of_runs, runs_of
+from sp_bench.plan.layout import LAYOUTS, Cut, Cuts, Layout, Positions, Shards, joined_cuts, placed
+from sp_bench.plan.mask import CAUSAL, FULL, Mask
+from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.regions import Regions
 
 EVEN_ENOUGH = 1.1
@@ -76,7 +81,15 @@ class Packed(OfLengths):
     right: int | None = None
     """How many keys behind its own position a query sees, if not causal; None: all of its document."""
 
+    new: tuple[int, ...] = ()
+    """Tokens of each document that are queries, which are its last ones; empty for all of them."""
+    cached: tuple[tuple[int, ...], ...] = ()
+    """For each document, the tokens before its queries in stretches that were dealt to ranks one by one, among them
+    those that no query sees; empty where nothing is."""
+
     sends_unseen: ClassVar[bool] = False
+    other_history: ClassVar[str] = ""
+    """The words for more keys than queries."""
     __hash__ = OfLengths.__hash__
 
     def __post_init__(self) -> None:
@@ -90,10 +103,107 @@ class Packed(OfLengths):
         if not self.lengths:
             raise RequestError("a pack of no documents", "a pack has at least one", "lengths=[1024] would work")
 
+    def behind(self, cached: Sequence[Sequence[int]]) -> Self:
+        """The same documents as queries, each behind what is `cached` of it: the tokens of each stretch that was dealt
+        to ranks on its own. No history is the same as one of no tokens.
+        """
+        stretches = tuple(tuple(filter(None, each)) for each in cached)
+        if not any(stretches):
+            return self
+        seen = (sum(each) if self.left is None else min(sum(each), self.left) for each in stretches)
+        return self._behind(stretches, tuple(seen))
+
+    def _behind(self, cached: tuple[tuple[int, ...], ...], seen: tuple[int, ...]) -> Self:
+        """The documents behind histories of which queries see the last `seen` tokens."""
+        lengths = tuple(map(sum, zip(self.lengths, seen, strict=True)))
+        return replace(self, lengths=lengths, new=self.lengths, cached=cached)
+
+    def part(self, start: int, stop: int, cached: tuple[int, ...]) -> Self:
+        """The mask of the queries start <= q < stop of one sequence, behind all of its tokens before them, which were
+        dealt to ranks in these stretches one by one.
+        """
+        edges = self.query_edges.clip(start, stop)
+        new = tuple(np.diff(edges)[np.diff(edges) > 0].tolist())
+        found = type(self)(new, self.causal, self.left, self.right)
+        first = self.query_positions[[start]]
+        return found._one_behind(cached, int((first - self.sees(first)[0])[0]))
+
+    def after(self, cached: tuple[int, ...]) -> Self:
+        """The mask, of one sequence, with as many of its last tokens seen of another history, if that has as many."""
+        found = type(self)(self.queries, self.causal, self.left, self.right)
+        return found._one_behind(cached, self.lengths[0] - self.queries[0])
+
+    def _one_behind(self, cached: tuple[int, ...], seen: int) -> Self:
+        """One sequence behind a history, of which its first queries see at most so many tokens."""
+        others, stretches = len(self.lengths) - 1, tuple(filter(None, cached))
+        if not stretches:
+            return self
+        return self._behind((stretches, *((),) * others), (min(seen, sum(cached)), *(0,) * others))
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """Tokens of each document that are queries."""
+        return self.new or self.lengths
+
+    @cached_property
+    def query_edges(self) -> np.ndarray:
+        """The first query of each document, and how many there are: (documents + 1,)."""
+        return np.array([0, *accumulate(self.queries)]) if self.new else self.edges
+
     @property
     def seqlen(self) -> int:
-        """Tokens of all documents together."""
-        return int(self.edges[-1])
+        """Queries of all documents together."""
+        return int(self.query_edges[-1])
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of all histories, those among them that no query sees."""
+        return sum(map(sum, self.cached))
+
+    def history(self, seqlen: int, kv_seqlen: int) -> int:
+        return self.cached_tokens
+
+    @cached_property
+    def _placed(self) -> Cuts:
+        """The places of queries among keys."""
+        firsts = zip(self.query_edges.tolist(), self.queries, self.edges[1:].tolist(), strict=False)
+        return joined_cuts(Cut(range(first, first + count), stop - count) for first, count, stop in firsts)
+
+    def among_keys(self, queries: Positions, seqlen: int = 0, kv_seqlen: int = 0) -> Positions:
+        return placed(queries, self._placed) if self.new else queries
+
+    @cached_property
+    def query_positions(self) -> np.ndarray:
+        """The position of each query among the keys: (seqlen,)."""
+        shift = self.edges[1:] - self.query_edges[1:]
+        return np.arange(self.seqlen) + np.repeat(shift, self.queries)
+
+    @cached_property
+    def key_places(self) -> np.ndarray:
+        """The place of each key among the tokens of all documents, those that no query sees included: (keys,)."""
+        whole = np.cumsum([sum(each) for each in self.cached]) + self.query_edges[1:] if self.new else self.edges[1:]
+        return np.arange(self.edges[-1]) + np.repeat(whole - self.edges[1:], self.lengths)
+
+    def keys(self, layout: Layout, n: int, seqlen: int = 0, kv_seqlen: int = 0) -> Shards:
+        if not self.new:
+            return Shards(layout, n, (self.seqlen,))
+        stretches = (*(tokens for each in self.cached for tokens in each), self.seqlen)
+        return Shards(layout, n, stretches, self._kept)
+
+    @cached_property
+    def _kept(self) -> Cuts:
+        """The keys that queries see, of all histories one after another and then all queries."""
+        whole, seen = [sum(each) for each in self.cached], np.subtract(self.lengths, self.queries).tolist()
+        firsts = self.edges.tolist()
+        cuts = [
+            Cut(range(stop - count, stop), first)
+            for stop, count, first in zip(accumulate(whole), seen, firsts, strict=False)
+        ]
+        cuts += [
+            Cut(range(cut.tokens.start + sum(whole), cut.tokens.stop + sum(whole)), cut.position)
+            for cut in self._placed
+        ]
+        return joined_cuts(cuts)
 
     @property
     def measured_as(self) -> str:
@@ -106,7 +216,9 @@ class Packed(OfLengths):
 
     @property
     def unlimited(self) -> Mask | None:
-        return type(self)(self.lengths, self.causal) if self.windowed else None
+        if not self.windowed:
+            return None
+        return type(self)(self.queries, self.causal).behind(self.cached or ((),) * len(self.lengths))
 
     def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         document = np.searchsorted(self.edges, positions, side="right") - 1
@@ -144,15 +256,17 @@ class Packed(OfLengths):
         return regions_between(np.searchsorted(keys, first), np.searchsorted(keys, stop))
 
     def blocks(self, layout: Layout, n: int, seqlen: int, kv_seqlen: int | None = None) -> PackBlocks:
-        return _blocks(self, layout, n, seqlen)
+        return _blocks(self, layout, n)
 
     def pairs(self, seqlen: int, kv_seqlen: int | None = None) -> float:
         """(query, key) pairs that MFU counts: those that are seen, or by convention half a causal document's square."""
         if self.windowed:
-            first, stop = self.sees(np.arange(self.seqlen))
+            first, stop = self.sees(self.query_positions)
             return float((stop - first).sum())
-        squares = float(sum(length**2 for length in self.lengths))
-        return squares / 2 if self.causal else squares
+        pairs = 0.0
+        for queries, keys in zip(self.queries, self.lengths, strict=True):
+            pairs += queries * (keys - queries) + queries**2 * (0.5 if self.causal else 1.0)
+        return pairs
 
     @property
     def work_of_documents(self) -> np.ndarray:
@@ -161,37 +275,37 @@ class Packed(OfLengths):
 
     @cached_property
     def _work_of_documents(self) -> np.ndarray:
-        return np.diff(self.work_before(self.edges))
+        return np.diff(self.work_before(self.query_edges))
 
     def work_before(self, positions: np.ndarray) -> np.ndarray:
-        """(query, key) pairs of all queries before each position, which may be the end: (positions,)."""
+        """(query, key) pairs of all queries before each one, or before the end: (positions,)."""
         if self.windowed:
-            first, stop = self.sees(np.arange(self.seqlen))
+            first, stop = self.sees(self.query_positions)
             return np.append(0, np.cumsum(stop - first))[positions]
-        lengths = np.diff(self.edges)
-        whole = np.append(0, np.cumsum(lengths * (lengths + 1) // 2 if self.causal else lengths**2))
-        document = np.searchsorted(self.edges, positions, side="right") - 1
-        before = positions - self.edges[document]
-        return whole[document] + (
-            before * (before + 1) // 2 if self.causal else before * np.append(lengths, 0)[document]
-        )
+        queries, keys = np.diff(self.query_edges), np.diff(self.edges)
+        seen = keys - queries * self.causal
+        """How many keys every query of a document sees; under a causal mask as many more as its number in it."""
+        whole = np.append(0, np.cumsum(queries * seen + self.causal * (queries * (queries + 1) // 2)))
+        document = np.searchsorted(self.query_edges, positions, side="right") - 1
+        before = positions - self.query_edges[document]
+        return whole[document] + before * np.append(seen, 0)[document] + self.causal * (before * (before + 1) // 2)
 
     def _filling(self, seqlen: int) -> str:
         """The change that makes the documents fill a sequence, in words: padding, or a shorter end."""
         if self.seqlen < seqlen:
             return f"one more document of {seqlen - self.seqlen} tokens as padding"
-        kept = int(np.searchsorted(self.edges, seqlen, side="left"))
-        return f"the first {kept} documents with {seqlen - int(self.edges[kept - 1])} tokens of the last of them"
+        kept = int(np.searchsorted(self.query_edges, seqlen, side="left"))
+        return f"the first {kept} documents with {seqlen - int(self.query_edges[kept - 1])} tokens of the last of them"
 
     def refuse(self, seqlen: int, kv_seqlen: int | None = None) -> None:
-        """Raise RequestError unless the documents fill the sequence, and its tokens are queries and keys alike."""
-        if kv_seqlen not in (None, seqlen):
-            rule = f"documents and windows have as many keys as queries, and seqlen={seqlen}"
-            raise RequestError(
-                f"kv_seqlen={kv_seqlen}", rule, f"kv_seqlen={seqlen}, or mask=causal or full, would work"
-            )
+        """Raise RequestError unless the documents fill the sequence, and keys are those of their histories, too."""
+        if (kv_seqlen or seqlen) != seqlen + self.cached_tokens:
+            rule = f"keys are those of the seqlen={seqlen} queries and of histories of {self.cached_tokens} tokens"
+            works = f"kv_seqlen={seqlen + self.cached_tokens} would work" + self.other_history
+            raise RequestError(f"kv_seqlen={kv_seqlen or seqlen}", rule, works)
         if self.seqlen != seqlen:
-            shown = ", ".join(map(str, self.lengths[:MOST_SHOWN])) + (", ..." if len(self.lengths) > MOST_SHOWN else "")
+            lengths = self.queries
+            shown = ", ".join(map(str, lengths[:MOST_SHOWN])) + (", ..." if len(lengths) > MOST_SHOWN else "")
             raise RequestError(
                 f"seqlen={seqlen}",
                 f"the {len(self.lengths)} documents ({shown}) must fill it, and have {self.seqlen} tokens together",
@@ -199,10 +313,23 @@ class Packed(OfLengths):
             )
 
     def scaled(self, seqlen: int, unit: int = 1) -> Packed:
-        """The same documents and window, in proportion, in a shorter sequence; what gets no token is left out."""
-        edges = np.unique(np.round(self.edges * (seqlen / unit / self.seqlen)).astype(int)) * unit
-        share = [None if x is None else round(x * seqlen / self.seqlen) for x in (self.left, self.right)]
-        return type(self)(tuple(np.diff(edges).tolist()), self.causal, *share)
+        """The same documents, histories and window, in proportion, in a shorter sequence; what gets no token is left
+        out.
+        """
+        edges, kept = np.unique(
+            np.round(self.query_edges * (seqlen / unit / self.seqlen)).astype(int), return_index=True
+        )
+        left, right = (None if x is None else round(x * seqlen / self.seqlen) for x in (self.left, self.right))
+        found = type(self)(tuple(np.diff(edges * unit).tolist()), self.causal, left, right)
+        if not self.new:
+            return found
+        # Of documents that begin at one place only the last has tokens.
+        documents = [int(stop) - 1 for stop in kept[1:]]
+        cached = tuple(tuple(-(-tokens * seqlen // self.seqlen) for tokens in self.cached[i]) for i in documents)
+        seen = np.subtract(self.lengths, self.queries).tolist()
+        most = (sum(each) for each in cached)
+        of_seen = (-(-seen[i] * seqlen // self.seqlen) for i in documents)
+        return found._behind(cached, tuple(map(min, of_seen, most)))
 
     def layout(self, name: str, n: int = 1, among: Sequence[str] = ()) -> Layout:
         """The layout of that name. `auto` is chosen by work, then by what ranks need of each other (EVEN_ENOUGH).
@@ -229,6 +356,7 @@ class Documents(Packed):
     """Documents, each causal or full inside, with or without a window."""
 
     name: ClassVar[str] = "document"
+    other_history: ClassVar[str] = ", and data=lengths with data.cached says how many are before each document"
 
 
 class Window(Packed):
@@ -251,208 +379,21 @@ class Chunked(Packed):
         return CAUSAL if self.causal else FULL
 
     @classmethod
-    def of(cls, tokens: int, seqlen: int, *, causal: bool = True) -> Chunked:
-        """Chunks of so many tokens in a sequence of `seqlen`."""
-        whole, rest = divmod(seqlen, tokens)
-        return cls((tokens,) * whole + (rest,) * (rest > 0), causal)
-
-
-class Shapes(NamedTuple):
-    """The mean size of the pieces that a block falls into: queries and keys of the same document. (classes,) each."""
-
-    pieces: np.ndarray
-    q_tokens: np.ndarray
-    kv_tokens: np.ndarray
-
-
-class Seen(NamedTuple):
-    """The keys of other chunks that the queries of one chunk see, in groups: by document, or by run of a window."""
-
-    keys: np.ndarray
-    """How many a query sees, rising in a group: (queries,)."""
-    behind: np.ndarray
-    """How many more queries its group has behind it: (queries,)."""
-    first: np.ndarray
-    """The first query of each group: (groups,)."""
-    queries: np.ndarray
-    """How many each group has: (groups,)."""
-
-
-@dataclass(frozen=True)
-class PackBlocks(Blocks):
-    """The blocks of a pack: each pair of chunks is a class of its own, whose regions are found when they are asked for.
-
-    Counts of pairs are an array over all pairs of chunks.
-    """
-
-    mask: Packed  # pyright: ignore[reportIncompatibleVariableOverride]
-    found: dict[int, Regions] = field(default_factory=dict, compare=False, repr=False)
-
-    def of(self, q_rank, kv_rank):
-        degree = self.layout.head_parallel
-        return q_rank // degree * self.chunks + kv_rank // degree
-
-    @property
-    def numbering(self) -> Hashable:
-        return self.n, self.layout.head_parallel
-
-    def regions_of(self, kind: int) -> Regions:
-        if kind not in self.found:
-            q, kv = map(self._queries, divmod(int(kind), self.chunks))
-            self.found[kind] = self.mask.regions(q, kv) if self.computes[kind] else ()
-        return self.found[kind]
-
-    @property
-    def classes(self) -> int:
-        return self.chunks**2
-
-    @cached_property
-    def owner(self) -> np.ndarray:
-        """The chunk of each position: (seqlen,)."""
-        owner = np.empty(self.seqlen, np.int64)
-        for chunk in range(self.chunks):
-            for run in self._queries(chunk):
-                owner[run.start : run.stop : run.step] = chunk
-        return owner
-
-    @cached_property
-    def pairs(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return pair_counts(self.owner, self.chunks, *self.mask.sees(np.arange(self.seqlen))).ravel()
-
-    @cached_property
-    def computes(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether any pair of each class is computed, (classes,): found without counting pairs."""
-        return self.pairs > 0 if self._runs is None else (self._seen(self._runs[1]) > 0).ravel()
-
-    @cached_property
-    def keys_seen(self) -> np.ndarray:
-        """How many keys of each block some query of it sees: (classes,). Of chunks that are no runs of neighbours, all
-        that are of the same documents.
+    def of(cls, tokens: int, seqlen: int, *, causal: bool = True, cached: Sequence[int] = ()) -> Chunked:
+        """Chunks of so many tokens in a sequence of `seqlen`, behind what is `cached` of it, in stretches that were
+        dealt one by one.
         """
-        if self._runs is None:
-            return self.shapes.pieces * self.shapes.kv_tokens
-        edges = np.unique(np.concatenate(self._runs[1:]))
-        return self._seen(edges[edges < self.seqlen]).ravel()
-
-    @cached_property
-    def _runs(self) -> tuple[np.ndarray, ...] | None:
-        """The runs of neighbours that chunks are dealt as, ascending: the chunk of each, its first position, the first
-        key that it sees and the key behind the last, (runs,). None where chunks are no runs, or one has none.
-        """
-        dealt = [runs_of(self._queries(chunk)) for chunk in range(self.chunks)]
-        if not all(dealt):
-            return None
-        owner = np.repeat(np.arange(self.chunks), [runs.start.size for runs in dealt if runs])
-        start, stop = (np.concatenate(each) for each in zip(*filter(None, dealt), strict=True))
-        # The queries of a run see neighbouring keys, all together.
-        order, first, behind = np.argsort(start), self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
-        return tuple(x[order] for x in (owner, start, first, behind))
-
-    def _seen(self, cells: np.ndarray) -> np.ndarray:
-        """Tokens of the cells of keys that begin at these positions, of those that any query of a chunk sees a key of,
-        by the chunk of queries and that of keys: (chunks, chunks).
-        """
-        assert self._runs is not None, "chunks are runs"
-        owner, start, first, behind = self._runs
-        of_cells, tokens = owner[np.searchsorted(start, cells, "right") - 1], np.diff(np.append(cells, self.seqlen))
-        begins, ends = (np.searchsorted(cells, keys, "right") for keys in (first, behind - 1))
-        runs = np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner, minlength=self.chunks))[:-1])
-        found = np.empty((self.chunks, self.chunks))
-        for chunk, mine in enumerate(runs):
-            there = np.bincount(begins[mine] - 1, minlength=cells.size + 1)
-            there -= np.bincount(ends[mine], minlength=cells.size + 1)
-            seen = np.cumsum(there[:-1]) > 0
-            found[chunk] = np.bincount(of_cells[seen], tokens[seen], self.chunks)
-        return found
-
-    def parts(self, *, keys: bool) -> Sequence[Part]:
-        """Whole chunks: a kernel for variable lengths returns all rows."""
-        return [Part(1.0, False)] * self.classes
-
-    @property
-    def narrows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """True: most blocks compute a part of their rows."""
-        return True
-
-    @property
-    def skips_queries(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """False: all rows of a chunk travel together."""
-        return False
-
-    @cached_property
-    def tokens_of_documents(self) -> np.ndarray:
-        """Tokens of each document in each chunk: (documents, chunks)."""
-        documents = np.arange(len(self.mask.lengths))
-        cell = np.repeat(documents, self.mask.lengths) * self.chunks + self.owner
-        return np.bincount(cell, minlength=documents.size * self.chunks).reshape(documents.size, -1)
-
-    @cached_property
-    def shapes(self) -> Shapes:
-        """The mean pieces of each block. A kernel call takes them together."""
-        tokens = self.tokens_of_documents.astype(float)
-        there = (tokens > 0).astype(float)
-        pieces, q_tokens, kv_tokens = there.T @ there, tokens.T @ there, there.T @ tokens
-        divided = np.maximum(pieces, 1)
-        return Shapes(pieces.ravel(), (q_tokens / divided).ravel(), (kv_tokens / divided).ravel())
-
-    @property
-    def imbalance(self) -> float:
-        """(query, key) pairs of the chunk with most of them over the mean of all."""
-        work = self.pairs.reshape(self.chunks, self.chunks).sum(axis=1)
-        return float(work.max() / work.mean())
-
-    @property
-    def remote_tokens(self) -> int:
-        """Keys that chunks see in other chunks, a whole chunk of keys for each pair of chunks that has any."""
-        tokens = self.layout.chunk_tokens(np.arange(self.chunks), self.chunks, self.seqlen)
-        seen = self.pairs.reshape(self.chunks, self.chunks) > 0
-        np.fill_diagonal(seen, False)
-        return int((seen * tokens).sum())
-
-    def least_moved(self, per_query: float, per_key: float) -> float:
-        """The least that any method moves between chunks, of so much for a query and for a key, all chunks together.
-
-        A pair of a query of one chunk and a key of another is computed somewhere. Then the key has come to the query's
-        chunk, or the query has left it and its result came back. What it costs at least is a vertex cover of least
-        weight of a chunk's queries and the others' keys that they see. In a document later queries see more, so that
-        the cover is all keys up to one query and all queries behind it. With a window, only the keys between two runs
-        of a chunk are counted, with the queries of the second.
-        """
-        moved = 0.0
-        for seen in self._seen_elsewhere:
-            kept = np.minimum.reduceat(per_key * seen.keys + per_query * seen.behind, seen.first)
-            moved += float(np.minimum(kept, per_query * seen.queries).sum())
-        return moved
-
-    @cached_property
-    def _seen_elsewhere(self) -> list[Seen]:
-        """The keys of other chunks that the queries of each chunk see, for chunks that have any."""
-        ends = np.cumsum(np.bincount(self.owner, minlength=self.chunks))
-        of_chunks = np.split(np.argsort(self.owner, kind="stable"), ends[:-1])
-        return [self._seen_by(queries) for queries in of_chunks if queries.size]
-
-    def _seen_by(self, queries: np.ndarray) -> Seen:
-        first, stop = self.mask.sees(queries)
-        if self.mask.windowed:
-            of = np.append(0, np.cumsum(np.diff(queries) > 1))  # the run of each query
-            before = np.append(0, queries[:-1] + 1)[np.flatnonzero(np.diff(of, prepend=-1))]
-            start = queries[np.flatnonzero(np.diff(of, prepend=-1))]
-            keys = np.maximum(start[of] - np.maximum(first, before[of]), 0)
-            order = np.lexsort((keys, of))
-            of, keys = of[order], keys[order]
-        else:
-            of = np.searchsorted(self.mask.edges, queries, side="right") - 1
-            keys = (stop - first) - (np.searchsorted(queries, stop) - np.searchsorted(queries, first))
-        groups = np.flatnonzero(np.diff(of, prepend=-1))
-        sizes = np.diff(np.append(groups, queries.size))
-        behind = np.repeat(groups + sizes, sizes) - np.arange(queries.size) - 1
-        return Seen(keys.astype(np.int32), behind.astype(np.int32), groups, sizes)
+        begun = sum(cached) % tokens
+        first = min(tokens - begun, seqlen)
+        whole, rest = divmod(seqlen - first, tokens)
+        found = cls((first,) + (tokens,) * whole + (rest,) * (rest > 0), causal)
+        return found._one_behind(tuple(cached), begun)
 
 
 @lru_cache(maxsize=32)
-def _blocks(mask: Packed, layout: Layout, n: int, seqlen: int) -> PackBlocks:
+def _blocks(mask: Packed, layout: Layout, n: int) -> PackBlocks:
     # Counting pairs takes long, and a method's variants deal alike.
-    return PackBlocks(mask, layout, n, seqlen, seqlen)
+    return PackBlocks(mask, layout, n, mask.seqlen, int(mask.edges[-1]))
 
 
 def _flat(positions: Positions) -> np.ndarray:

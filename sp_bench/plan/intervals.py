@@ -222,16 +222,18 @@ def _joined(regions: Sequence[Region]) -> Iterator[Region]:
     yield from open_ones.values()
 
 
-def pair_counts(owner: np.ndarray, chunks: int, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+def pair_counts(
+    owner: np.ndarray, key_owner: np.ndarray, chunks: int, first: np.ndarray, stop: np.ndarray
+) -> np.ndarray:
     """(query, key) pairs between any two chunks: (chunks, chunks), by query and key chunk.
 
-    `owner` is the chunk of each position, `first` and `stop` what the query there sees: (seqlen,) each. Takes time and
-    memory in proportion to the runs of positions of one chunk, times the chunks.
+    `owner` is the chunk of each query, `first` and `stop` what it sees, (queries,) each, `key_owner` the chunk of each
+    key, (keys,). Takes time and memory in proportion to the runs of keys of one chunk, times the chunks.
     """
-    if chunks > 1 and np.array_equal(owner, np.arange(owner.size) % chunks):
+    if chunks > 1 and np.array_equal(key_owner, np.arange(key_owner.size) % chunks):
         return _striped_keys_below(owner, chunks, stop) - _striped_keys_below(owner, chunks, first)
-    starts = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
-    of, lengths = owner[starts], np.diff(np.append(starts, owner.size))
+    starts = np.flatnonzero(np.append(True, key_owner[1:] != key_owner[:-1]))
+    of, lengths = key_owner[starts], np.diff(np.append(starts, key_owner.size))
     # What a query sees ends within one run and starts within another, whose keys are counted here.
     partly, changes = np.zeros(chunks**2), []
     for sign, limit in ((1, stop), (-1, first)):

@@ -10,11 +10,14 @@ A layout cuts the sequence into one chunk per rank, or per group of ranks that s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Self
+from typing import Any, NamedTuple, Self
+
+import numpy as np
 
 from sp_bench.errors import RequestError
 
@@ -81,6 +84,11 @@ class Layout:
         """Whether every chunk has a token. Each query sees its own key, so that then every rank has work."""
         return seqlen >= n // self.head_parallel
 
+    @property
+    def of_history(self) -> Layout:
+        """The layout of tokens that were there before."""
+        return self
+
     def boundary(self, chunks: int, seqlen: int) -> int:
         """The first chunk whose piece lengths differ from chunk 0's; 0 where all chunks are alike."""
         longer = seqlen % (chunks * self.pieces)
@@ -98,6 +106,40 @@ class Layout:
             )
 
 
+class Cut(NamedTuple):
+    """A run of tokens, by their number, and the position of the first of them."""
+
+    tokens: range
+    position: int
+
+
+Cuts = tuple[Cut, ...]
+"""Disjoint, ascending by number; tokens in none of them are left out."""
+
+
+def joined_cuts(cuts: Iterable[Cut]) -> Cuts:
+    """The cuts that have tokens, ascending, with those as one that are neighbours on both sides."""
+    found: list[Cut] = []
+    for tokens, position in sorted((cut for cut in cuts if cut.tokens), key=lambda cut: cut.tokens.start):
+        last = found[-1] if found else None
+        if last and (last.tokens.stop, last.position + len(last.tokens)) == (tokens.start, position):
+            found[-1] = Cut(range(last.tokens.start, tokens.stop), last.position)
+        else:
+            found.append(Cut(tokens, position))
+    return tuple(found)
+
+
+def placed(runs: Iterable[range], cuts: Cuts) -> Positions:
+    """The positions, ascending, of runs of tokens by number."""
+    starts, found = [cut.tokens.start for cut in cuts], []
+    for run in filter(None, runs):
+        for tokens, position in cuts[max(bisect_right(starts, run.start) - 1, 0) : bisect_right(starts, run[-1])]:
+            first, behind = (-(-(edge - run.start) // run.step) for edge in (tokens.start, tokens.stop))
+            part, ahead = run[max(first, 0) : max(behind, 0)], position - tokens.start
+            found.append(range(part.start + ahead, part.stop + ahead, part.step))
+    return tuple(sorted(filter(None, found), key=lambda run: run.start))
+
+
 @dataclass(frozen=True)
 class Shards:
     """The tokens of one side of an attention, its queries or its keys, as a layout deals them to `n` ranks.
@@ -111,6 +153,9 @@ class Shards:
     n: int
     stretches: tuple[int, ...]
     """Tokens of each stretch."""
+    cuts: Cuts = ()
+    """The tokens of all stretches, numbered as they are dealt, that are part of it, with their positions; without any,
+    all of them in this order. A rank has its tokens in the order of their positions."""
 
     @classmethod
     def of(cls, layout: Layout, n: int, seqlen: int, history: int = 0) -> Self:
@@ -119,75 +164,121 @@ class Shards:
 
     @property
     def seqlen(self) -> int:
-        """Tokens of all stretches together."""
-        return sum(self.stretches)
+        """Tokens that are part of it."""
+        return sum(len(cut.tokens) for cut in self.cuts) if self.cuts else sum(self.stretches)
 
     @property
     def chunks(self) -> int:
         """How many layout chunks there are."""
         return self.n // self.layout.head_parallel
 
-    def tokens(self, rank):
-        """How many tokens each of one or an array of ranks owns; a single number where all own the same."""
-        return sum(self.layout.tokens(rank, self.n, seqlen) for seqlen in self.stretches)
+    @property
+    def in_runs(self) -> bool:
+        """Whether the tokens of a rank lie in one run in its chunk."""
+        return len(self.stretches) == 1 and not self.cuts
 
-    def chunk_tokens(self, chunk):
+    def tokens(self, rank) -> Any:
+        """How many tokens each of one or an array of ranks owns; a single number where all own the same."""
+        if self.cuts:
+            return _of(self._cut_tokens, rank)
+        return sum(layout.tokens(rank, self.n, seqlen) for layout, seqlen in self._dealt)
+
+    def chunk_tokens(self, chunk) -> Any:
         """How many tokens each of one or an array of chunks has; a single number where all have the same."""
-        return sum(self.layout.chunk_tokens(chunk, self.chunks, seqlen) for seqlen in self.stretches)
+        if self.cuts:
+            return _of(self._cut_chunk_tokens, chunk)
+        return sum(layout.chunk_tokens(chunk, self.chunks, seqlen) for layout, seqlen in self._dealt)
 
     def positions(self, rank: int) -> Positions:
         """The positions of the tokens that a rank owns, in its own order."""
-        return self._one_after_the_other(lambda seqlen: self.layout.positions(rank, self.n, seqlen))
+        return self._one_after_the_other(lambda layout, seqlen: layout.positions(rank, self.n, seqlen))
 
     def chunk_positions(self, chunk: int) -> Positions:
         """The positions of a chunk's tokens, in its order, ascending."""
-        return self._one_after_the_other(lambda seqlen: self.layout.ranges(chunk, self.chunks, seqlen))
+        return self._one_after_the_other(lambda layout, seqlen: layout.ranges(chunk, self.chunks, seqlen))
 
     def runs(self, rank: int) -> tuple[range, ...]:
-        """The indices within its chunk of the tokens that a rank owns: a run of each stretch."""
+        """The indices within its chunk of the tokens that a rank owns: a run of each stretch, or of what is left."""
         degree = self.layout.head_parallel
-        chunk = [self.layout.chunk_tokens(rank // degree, self.chunks, seqlen) for seqlen in self.stretches]
-        runs = [self.layout.run(rank, self.n, seqlen) for seqlen in self.stretches]
+        if self.cuts:
+            return _rows_among(self.positions(rank), self.chunk_positions(rank // degree))
+        chunk = [layout.chunk_tokens(rank // degree, self.chunks, seqlen) for layout, seqlen in self._dealt]
+        runs = [layout.run(rank, self.n, seqlen) for layout, seqlen in self._dealt]
         starts = accumulate(chunk, initial=0)
         return tuple(range(start + run.start, start + run.stop) for start, run in zip(starts, runs, strict=False))
 
     @cached_property
     def is_even(self) -> bool:
         """Whether all ranks own as many tokens, in chunks of one size."""
-        return all(self.layout.is_even(self.n, seqlen) for seqlen in self.stretches)
+        if self.cuts:
+            return len({*self._cut_tokens.tolist()}) == len({*self._cut_chunk_tokens.tolist()}) == 1
+        return all(layout.is_even(self.n, seqlen) for layout, seqlen in self._dealt)
 
     @cached_property
     def most(self) -> int:
         """Tokens of the rank that owns most."""
-        if len(self.stretches) == 1:
+        if self.in_runs:
             return self.layout.most(self.n, self.stretches[0])
-        return max(self.tokens(rank) for rank in range(self.n))
+        return max(int(self.tokens(rank)) for rank in range(self.n))
 
     @cached_property
     def largest(self) -> int:
         """Tokens of the largest chunk."""
-        if len(self.stretches) == 1:
+        if self.in_runs:
             return self.layout.largest(self.n, self.stretches[0])
-        return max(self.chunk_tokens(chunk) for chunk in range(self.chunks))
+        return max(int(self.chunk_tokens(chunk)) for chunk in range(self.chunks))
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
         """The chunks at which the lengths of pieces change: those before each have one token more somewhere."""
-        found = (self.layout.boundary(self.chunks, seqlen) for seqlen in self.stretches)
+        found = (layout.boundary(self.chunks, seqlen) for layout, seqlen in self._dealt)
         return tuple(filter(None, found))
+
+    @cached_property
+    def _dealt(self) -> tuple[tuple[Layout, int], ...]:
+        """The layout and the tokens of each stretch."""
+        *before, last = self.stretches
+        return (*((self.layout.of_history, seqlen) for seqlen in before), (self.layout, last))
+
+    @cached_property
+    def _cut_tokens(self) -> np.ndarray:
+        return np.array([sum(map(len, self.positions(rank))) for rank in range(self.n)])
+
+    @cached_property
+    def _cut_chunk_tokens(self) -> np.ndarray:
+        return self._cut_tokens.reshape(self.chunks, -1).sum(axis=1)
 
     def refuse(self, key: str = "seqlen") -> None:
         """Raise RequestError where the length of the last stretch, called `key`, leaves a rank without a token."""
         self.layout.refuse(self.n, self.stretches[-1], key)
 
-    def _one_after_the_other(self, dealt: Callable[[int], Positions]) -> Positions:
+    def _one_after_the_other(self, dealt: Callable[[Layout, int], Positions]) -> Positions:
         starts = accumulate(self.stretches, initial=0)
         moved = (
             range(run.start + start, run.stop + start, run.step)
-            for start, seqlen in zip(starts, self.stretches, strict=False)
-            for run in dealt(seqlen)
+            for start, (layout, seqlen) in zip(starts, self._dealt, strict=False)
+            for run in dealt(layout, seqlen)
         )
-        return tuple(filter(None, moved))
+        return placed(moved, self.cuts) if self.cuts else tuple(filter(None, moved))
+
+
+def _of(counts: np.ndarray, index) -> Any:
+    """The counts of one or an array of owners."""
+    return int(counts[index]) if isinstance(index, int) else counts[index]
+
+
+def _rows_among(positions: Positions, chunk: Positions) -> tuple[range, ...]:
+    """The indices within a chunk of some of its positions, neighbours as one run."""
+    starts, before = [run.start for run in chunk], [0, *accumulate(map(len, chunk))]
+    found: list[range] = []
+    for run in positions:
+        at = bisect_right(starts, run.start) - 1
+        first = before[at] + (run.start - chunk[at].start) // chunk[at].step
+        if found and found[-1].stop == first:
+            found[-1] = range(found[-1].start, first + len(run))
+        else:
+            found.append(range(first, first + len(run)))
+    return tuple(found) or (range(0),)
 
 
 def _taken(ranges: Sequence[range], start: int, size: int) -> Positions:

@@ -80,14 +80,14 @@ class Mask(ABC):
         """The position of the first query among the keys: how many are before all queries, and dealt on their own."""
         return 0
 
-    def layout_of_keys(self, layout: Layout) -> Layout:
-        """The layout of keys where queries have this one."""
-        return layout
+    def keys(self, layout: Layout, n: int, seqlen: int, kv_seqlen: int) -> Shards:
+        """The keys that queries see, as they are dealt where queries have this layout: a history on its own."""
+        return Shards.of(layout, n, kv_seqlen, self.history(seqlen, kv_seqlen))
 
-    def stretches(self, seqlen: int, kv_seqlen: int) -> tuple[int, ...]:
-        """Runs of the keys that are dealt to all ranks one by one: a history, and the keys of the queries' tokens."""
-        history = self.history(seqlen, kv_seqlen)
-        return (history, kv_seqlen - history) if history else (kv_seqlen,)
+    def among_keys(self, queries: Positions, seqlen: int, kv_seqlen: int) -> Positions:
+        """The positions of queries among the keys, of those among queries."""
+        ahead = self.history(seqlen, kv_seqlen)
+        return tuple(range(run.start + ahead, run.stop + ahead, run.step) for run in queries)
 
     def scaled(self, seqlen: int, unit: int = 1) -> Mask:
         """The same mask for a shorter sequence, its documents in multiples of `unit`."""
@@ -307,7 +307,7 @@ class Blocks:
     @cached_property
     def keys(self) -> Shards:
         """The tokens of keys as they are dealt."""
-        return Shards(self.layout, self.n, self.mask.stretches(self.seqlen, self.kv_seqlen))
+        return self.mask.keys(self.layout, self.n, self.seqlen, self.kv_seqlen)
 
     def of(self, q_rank, kv_rank) -> Any:
         """The class of the block between the layout chunks of two ranks, or of two arrays of ranks."""
@@ -416,9 +416,7 @@ class Blocks:
 
     def _queries(self, chunk: int) -> Positions:
         """The positions of a chunk's queries among the keys."""
-        ahead = self.mask.history(self.seqlen, self.kv_seqlen)
-        runs = self.queries.chunk_positions(chunk)
-        return tuple(range(run.start + ahead, run.stop + ahead, run.step) for run in runs)
+        return self.mask.among_keys(self.queries.chunk_positions(chunk), self.seqlen, self.kv_seqlen)
 
 
 @dataclass(frozen=True)

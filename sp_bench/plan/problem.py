@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.caches import Caches
+from sp_bench.plan.documents import Packed
 from sp_bench.plan.layout import Layout, Shards
 from sp_bench.plan.mask import CAUSAL, Blocks, Mask
 from sp_bench.plan.padded_heads import PaddedHeads
@@ -51,8 +53,9 @@ class Problem:
     """Tokens of the whole sequence: queries."""
     kv_seqlen: int | None = None
     """Keys of the whole sequence if there are more or fewer than queries; `keys.seqlen` is their number in any case.
-    Under a causal mask the queries are the last of the keys' tokens: a part of a prompt after what is cached of it.
-    Under mask=full there may be any number: cross-attention."""
+    Under a causal mask the queries are the last of the keys' tokens: a part of a prompt after what is cached of it. So
+    they are under a window, and of each document of a pack; what no query sees of a history counts, but is not among
+    `keys`. Under mask=full there may be any number: cross-attention."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -131,9 +134,8 @@ class Problem:
 
     @cached_property
     def keys(self) -> Shards:
-        """The tokens of keys as they are dealt to ranks."""
-        stretches = self.mask.stretches(self.seqlen, self.kv_seqlen or self.seqlen)
-        return Shards(self.mask.layout_of_keys(self.layout), self.n, stretches)
+        """The tokens of keys as they are dealt to ranks; of a history, those that a query sees."""
+        return self.mask.keys(self.layout, self.n, self.seqlen, self.kv_seqlen or self.seqlen)
 
     @property
     def padded_heads(self) -> int:
@@ -253,7 +255,7 @@ class Problem:
         degree = self.layout.head_parallel
         return Fraction(max(true, degree), max(padded, degree))
 
-    def field_tokens(self, field: Field, owner=None):
+    def field_tokens(self, field: Field, owner=None) -> Any:
         """Tokens of a field of the chunk of one or an array of owners; of the largest chunk if owner is None."""
         shards = self.shards_of(field)
         if owner is None:
@@ -264,11 +266,11 @@ class Problem:
 
     def field_shape(self, field: Field, tokens: int | None = None) -> tuple[int, ...]:
         """The shape of `tokens` tokens of a field, (B, S, H, D) or (B, H, S); None for the largest chunk's tokens."""
-        tokens = self.field_tokens(field) if tokens is None else tokens
+        count: int = self.field_tokens(field) if tokens is None else tokens
         heads = self.field_heads(field)
         if field.kind is Kind.STATISTIC:
-            return (self.batch, heads, tokens)
-        return (self.batch, tokens, heads, self.width(field))
+            return (self.batch, heads, count)
+        return (self.batch, count, heads, self.width(field))
 
     def token_bytes(self, field: Field, *, wire: bool, summed: bool = True) -> int:
         """Bytes of one token of a field of a chunk, summed over batch entries."""
@@ -312,7 +314,8 @@ class Problem:
             return replace(self, kv_seqlen=mask.kv_seqlen, mask=mask)
         mask = self.mask.scaled(seqlen, document_unit)
         layout = replace(mask.layout(self.layout.name), head_parallel=self.layout.head_parallel)
-        return replace(self, seqlen=seqlen, kv_seqlen=self._scaled_keys(seqlen), mask=mask, layout=layout)
+        keys = seqlen + mask.cached_tokens if isinstance(mask, Packed) else self._scaled_keys(seqlen)
+        return replace(self, seqlen=seqlen, kv_seqlen=keys, mask=mask, layout=layout)
 
     def _scaled_keys(self, seqlen: int) -> int | None:
         if self.kv_seqlen is None:

@@ -14,7 +14,7 @@ from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.documents import Packed
-from sp_bench.plan.layout import Layout
+from sp_bench.plan.layout import LAYOUTS, Layout
 from sp_bench.plan.method import CollectiveMethod, Method
 from sp_bench.plan.ops import Fused, Plan
 from sp_bench.plan.problem import Problem
@@ -146,8 +146,12 @@ def choose_attentions(request: Request) -> Choice:
     Attentions of the same tokens (Workload.in_one_layout) have the layout in which all that a step executes of them
     takes least; each has its own variant there.
     """
-    asked = [replace(request, problem=each) for each in request.workload.attentions(request.problem)]
-    *earlier, last = _in_one_layout(asked) if request.workload.in_one_layout else map(choose, asked)
+    return chosen_of([replace(request, problem=each) for each in request.workload.attentions(request.problem)])
+
+
+def chosen_of(asked: Sequence[Request]) -> Choice:
+    """The choice of the last one of a step's attentions, with those of the others."""
+    *earlier, last = _in_one_layout(asked) if asked[0].workload.in_one_layout else map(choose, asked)
     return replace(last, earlier=tuple(earlier))
 
 
@@ -244,14 +248,17 @@ def _layouts(method: Method, problems: Sequence[Problem]) -> list[Layout]:
     """Every layout that may be the fastest for these problems of the same tokens, where that is to be chosen.
 
     `search` is all that the method takes; `auto` is those that give all ranks equal work in one of the problems, or
-    what the method has for packs.
+    what the method has for packs. Of several parts of a sequence they are those of whole sequences.
     """
-    last, found = problems[-1], []
+    last, found = problems[-1], list[Layout]()
+    same = len({(problem.seqlen, problem.kv_seqlen) for problem in problems}) == 1
     for name in dict.fromkeys(name for problem in problems for name in _names(method, problem)):
         with suppress(RequestError):  # too few tokens for it, or no documents
             layout = [problem.mask.layout(name, problem.n, method.dealings()) for problem in problems][-1]
-            layout.refuse(last.n, last.seqlen)
-            found.append(layout)
+            for problem in problems:
+                layout.refuse(last.n, problem.seqlen)
+            if same or layout.name in LAYOUTS:
+                found.append(layout)
     return [layout for layout in found if layout.name in method.dealings()] or [last.layout]
 
 

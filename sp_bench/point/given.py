@@ -13,6 +13,7 @@ from sp_bench.errors import RequestError
 from sp_bench.launch import Launch
 from sp_bench.machine import Devices
 from sp_bench.peers.peer import PEER
+from sp_bench.plan.documents import Packed
 from sp_bench.plan.mask import Mask
 from sp_bench.point.masks import described, identified, mask_of
 from sp_bench.reading import Count, Natural, Seconds, Section, Tokens, read
@@ -84,12 +85,10 @@ class Given:
         """Read a config with the keys of conf/config.yaml. Raises RequestError for the first invalid value."""
         workload, values = workload_named(str(config["workload"])), Values.of(config)
         values = structs.replace(values, kv_seqlen=workload.kv_seqlen(config, values.seqlen, values.kv_seqlen))
-        return cls(
-            config=config,
-            workload=workload,
-            values=values,
-            mask=mask_of(config, workload.pack_tokens(values), values.seed),
-        )
+        mask = mask_of(config, values.seed, *workload.mask_tokens(values))
+        if isinstance(mask, Packed) and mask.new and values.kv_seqlen is None:
+            values = structs.replace(values, kv_seqlen=mask.seqlen + mask.cached_tokens)
+        return cls(config=config, workload=workload, values=values, mask=mask)
 
     @property
     def method(self) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.packing import lengths_of
+from sp_bench.packing import documents, histories_of, lengths_of
 from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask, WholeMask
 from sp_bench.reading import Natural, Tokens, read
@@ -21,8 +22,12 @@ OF_MASKS = {"data": ("document",), "window": ("document", "window"), "chunk": ("
 """The masks that each of these keys says something about."""
 
 
-def mask_of(config: Mapping[str, Any], seqlen: int, seed: int) -> Mask:
-    """The mask. Raises RequestError if it is unknown, lacks what it needs, or is contradicted by another key."""
+def mask_of(config: Mapping[str, Any], seed: int, seqlen: int, kv_seqlen: int | None = None) -> Mask:
+    """The mask of so many queries, which are the last of kv_seqlen keys if these are more; documents say themselves
+    how many tokens are before theirs.
+
+    Raises RequestError if it is unknown, lacks what it needs, or is contradicted by another key.
+    """
     name = str(config["mask"])
     if name not in (*MASKS, Documents.name, Window.name, Chunked.name):
         raise unknown("mask", name, [*MASKS, Documents.name, Window.name, Chunked.name])
@@ -34,16 +39,18 @@ def mask_of(config: Mapping[str, Any], seqlen: int, seed: int) -> Mask:
     causal = None if config["causal"] is None else read(bool, config["causal"], "causal")
     if name in MASKS:
         return _whole(name, causal)
+    cached = max((kv_seqlen or seqlen) - seqlen, 0)
     if name == Chunked.name:
         if config["chunk"] is None:
             raise RequestError("chunk=null", "mask=chunked needs it", "chunk=8k would work")
-        return Chunked.of(read(Tokens, config["chunk"], "chunk"), seqlen, causal=causal is not False)
+        return Chunked.of(read(Tokens, config["chunk"], "chunk"), seqlen, causal=causal is not False, cached=(cached,))
     left, right, causal = _window(config["window"], causal)
     if name == Documents.name:
-        return Documents(lengths_of(config["data"], seqlen, seed), causal, left, right)
+        lengths, histories = lengths_of(config["data"], seqlen, seed), histories_of(config["data"])
+        return documents(lengths, causal=causal, window=(left, right), histories=histories)
     if config["window"] is None:
         raise RequestError("window=null", "mask=window needs it", "window=[4095,0] would work")
-    return Window((seqlen,), causal, left, right)
+    return Window((seqlen,), causal, left, right).behind([(cached,)])
 
 
 def described(mask: Mask) -> dict[str, Any]:
@@ -52,13 +59,13 @@ def described(mask: Mask) -> dict[str, Any]:
         return {"mask": mask.name, "causal": mask.causal}
     assert isinstance(mask, Packed)
     window = [mask.left, 0 if mask.causal else mask.right] if mask.windowed else None
-    pack = {"documents": len(mask.lengths), "longest_document": max(mask.lengths)} if mask.name == "document" else {}
+    pack = {"documents": len(mask.lengths), "longest_document": max(mask.queries)} if mask.name == "document" else {}
     return {"mask": mask.name, "causal": mask.causal, "window": window, **pack}
 
 
 def identified(mask: Mask) -> dict[str, Any]:
     """A mask's part of a run_id, in place of the keys that it was made of."""
-    numbers = [mask.lengths, mask.causal, mask.left, mask.right] if isinstance(mask, Packed) else None
+    numbers = [getattr(mask, each.name) for each in fields(mask)] if isinstance(mask, Packed) else None
     return {"mask": [mask.name, numbers], "causal": None, "data": None, "window": None, "chunk": None}
 
 

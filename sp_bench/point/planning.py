@@ -8,7 +8,7 @@ are no part of it.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from statistics import median
 
 from sp_bench.lower import TransportKind, lower
@@ -41,7 +41,7 @@ def _planning_s(method: Method, problem: Problem, costs: CostProfile, transport:
     mask = problem.mask
     assert isinstance(mask, Packed), "whole sequences are planned once"
     # Of a class of its own no cache knows it.
-    new: Packed = type(mask.__class__.__name__, (type(mask),), {})(mask.lengths, mask.causal, mask.left, mask.right)
+    new: Packed = type(mask.__class__.__name__, (type(mask),), {})(*(getattr(mask, each.name) for each in fields(mask)))
     started = time.perf_counter()
     plan_pack(method, replace(problem, mask=new), costs, transport)
     return time.perf_counter() - started

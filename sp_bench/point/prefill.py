@@ -7,7 +7,7 @@ sends what its plan sends of all keys so far. A denoising step is one chunk, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -20,7 +20,7 @@ from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.problem import Problem
 from sp_bench.point.backing import validated
-from sp_bench.point.choose import Choice, DeviceMemoryError, choose, simulated
+from sp_bench.point.choose import Choice, DeviceMemoryError, chosen_of, simulated
 from sp_bench.point.counted import counted, rates, with_sums
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
@@ -31,6 +31,7 @@ from sp_bench.simulate.beside import alone_s, beside, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, link_classes, lower_bounds
 from sp_bench.simulate.graph import build_graph
 from sp_bench.workload import Denoise, Prefill
+from sp_bench.workload.base import SUNK
 from sp_bench.workload.prefill_costs import ForwardCosts
 
 PHASE = "forward"
@@ -48,18 +49,18 @@ class Chunk:
     """Blocks and folds of each rank: (n,)."""
     idle_s: float
     """How long the first rank to end an attention waits for the last."""
-    dense_s: float
-    """Matrix products and elementwise operations."""
-    summed_s: float
-    """Sums over tensor-parallel GPUs."""
-    summed_bytes: int
-    """Sent by each GPU in them."""
     least_s: float
     """Blocks and folds as `busy_s`, without messages that take time of cores."""
-    bounds_s: dict[str, float]
-    """Lower bounds on the attentions, by what sets them."""
+    bounds_s: list[dict[str, float]]
+    """Lower bounds on the attentions of each kind of layers, by what sets them."""
     crossed: np.ndarray
     """Bytes on each link: (L,)."""
+    dense_s: float = 0.0
+    """Matrix products and elementwise operations."""
+    summed_s: float = 0.0
+    """Sums over tensor-parallel GPUs."""
+    summed_bytes: int = 0
+    """Sent by each GPU in them."""
 
     @property
     def whole_s(self) -> float:
@@ -94,15 +95,25 @@ class _Prompt:
             return None
         return self.workload.costs(problem, self.cluster.device, self.cluster.crowding(self.gpus))
 
-    def chunk(self, choice: Choice, *, last: bool) -> Chunk:
-        """A chunk by its simulated variant; the last one has the head."""
-        attention_s, busy_s, idle_s, least_s = self._attention(choice)
-        plan, problem, layers, degree = choice.plans[PHASE], choice.problem, self.workload.layers, self.workload.degree
-        crossed = sum(
-            (link_bytes(part.network(problem.n), account.traffic(plan, problem, part)) for part in self.parts),
-            np.zeros(1),
-        )
-        bounds_s = lower_bounds(plan, problem, self.parts[0], crossed, least_s)
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """How many layers have each of a chunk's attentions."""
+        return self.workload.layers_by_attention
+
+    def cache_bytes(self, chunk: Sequence[Problem]) -> int:
+        """Bytes of keys and values that all layers have of one of a chunk's attentions each; 0 without a model."""
+        costs = [self.costs(problem) for problem in chunk]
+        return sum(layers * each.cache_bytes for layers, each in zip(self.layers, costs, strict=True) if each)
+
+    def in_chunks(self, choice: Choice) -> list[tuple[Choice, ...]]:
+        """The variants of each chunk's attentions, one for each kind of layers."""
+        every, kinds = choice.attentions, len(self.layers)
+        return [every[first : first + kinds] for first in range(0, len(every), kinds)]
+
+    def chunk(self, choices: Sequence[Choice], *, last: bool) -> Chunk:
+        """A chunk by its simulated variants; the last one has the head."""
+        problem, layers, degree = choices[-1].problem, sum(self.layers), self.workload.degree
+        kinds = [self._kind(count, choice) for count, choice in zip(self.layers, choices, strict=True)]
         costs, dense_s, summed_s, summed_bytes = self.costs(problem), 0.0, 0.0, 0
         if costs:
             dense_s = layers * (costs.before_s() + costs.after_s()) + costs.embedding_s()
@@ -111,15 +122,34 @@ class _Prompt:
             whole = self.cluster.network(self.gpus)
             summed_s = sums * alone_s([whole], degree, costs.tensor_sum_bytes, 2 * (degree - 1))
             summed_bytes = sums * costs.tensor_sum_bytes
+        bounds_s = [kind.bounds_s for kind in kinds]
+        return Chunk(
+            attention_s=sum(kind.attention_s for kind in kinds),
+            busy_s=sum((kind.busy_s for kind in kinds), np.zeros(1)),
+            idle_s=sum(kind.idle_s for kind in kinds),
+            least_s=sum(kind.least_s for kind in kinds),
+            dense_s=dense_s,
+            summed_s=summed_s,
+            summed_bytes=summed_bytes,
+            bounds_s=[bounds for kind in bounds_s for bounds in kind],
+            crossed=sum((kind.crossed for kind in kinds), np.zeros(1)),
+        )
+
+    def _kind(self, layers: int, choice: Choice) -> Chunk:
+        """The attentions of so many layers of a chunk, and nothing beside them."""
+        attention_s, busy_s, idle_s, least_s = self._attention(choice)
+        plan, problem = choice.plans[PHASE], choice.problem
+        crossed = sum(
+            (link_bytes(part.network(problem.n), account.traffic(plan, problem, part)) for part in self.parts),
+            np.zeros(1),
+        )
+        bounds_s = lower_bounds(plan, problem, self.parts[0], crossed, least_s)
         return Chunk(
             attention_s=layers * attention_s,
             busy_s=layers * busy_s,
             idle_s=layers * idle_s,
             least_s=layers * least_s,
-            dense_s=dense_s,
-            summed_s=summed_s,
-            summed_bytes=summed_bytes,
-            bounds_s={name: layers * seconds for name, seconds in bounds_s.items()},
+            bounds_s=[{name: layers * seconds for name, seconds in bounds_s.items()}],
             crossed=layers * crossed,
         )
 
@@ -146,8 +176,9 @@ class _Prompt:
         crossed = np.zeros(network.link_bytes_per_s.size)
         for chunk in chunks:
             crossed += chunk.crossed
-            name = max(chunk.bounds_s, key=lambda each: chunk.bounds_s[each])
-            by_name[name] = by_name.get(name, 0.0) + chunk.bounds_s[name]
+            for bounds_s in chunk.bounds_s:
+                name, seconds = max(bounds_s.items(), key=lambda each: each[1])
+                by_name[name] = by_name.get(name, 0.0) + seconds
             by_name["compute"] = by_name.get("compute", 0.0) + chunk.dense_s
             if chunk.summed_bytes:
                 sums = link_bytes(network, ring_traffic(network, self.workload.degree, chunk.summed_bytes))
@@ -236,11 +267,12 @@ def simulate_prefill(request: Request) -> Record:
     )
     notes = [*request.notes, *request.cluster.notes(choice.problem), costs.note if costs else ALONE]
     notes += [SUMS.format(degree)] * (degree > 1)
+    notes += [SUNK] * bool(request.asked().sinks)
     return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *parts, notes=notes)
 
 
 def _chunks(prompt: _Prompt, choice: Choice) -> list[Chunk]:
-    *earlier, last = choice.attentions
+    *earlier, last = prompt.in_chunks(choice)
     return [*(prompt.chunk(each, last=False) for each in earlier), prompt.chunk(last, last=True)]
 
 
@@ -262,33 +294,52 @@ def _chosen(request: Request) -> Choice:
         if request.cluster.stragglers:
             rule = "slow ranks are simulated for the attention only"
             raise RequestError("stragglers", rule, "workload=attention would work")
-    found = [_choose(prompt, replace(request, problem=each)) for each in prompt.workload.attentions(request.problem)]
-    return replace(found[-1], earlier=tuple(found[:-1]))
+    attentions, kinds = prompt.workload.attentions(request.problem), len(prompt.layers)
+    chunks = [attentions[first : first + kinds] for first in range(0, len(attentions), kinds)]
+    asked = [_with_the_rest(prompt, replace(request, problem=each), chunk) for chunk in chunks for each in chunk]
+    try:
+        return chosen_of(asked)
+    except DeviceMemoryError:
+        if not prompt.workload.model:
+            raise
+        raise _too_large(prompt, _held_beside(prompt, chunks[-1][-1], chunks[-1])) from None
 
 
-def _choose(prompt: _Prompt, request: Request) -> Choice:
-    """The variant of one chunk, which is the request's problem."""
+def _with_the_rest(prompt: _Prompt, request: Request, chunk: Sequence[Problem]) -> Request:
+    """The request of one of a chunk's attentions, on a device with the memory that is left beside what else is held.
+
+    Raises DeviceMemoryError if the chunk doesn't fit, whatever its attention takes.
+    """
     cluster, device = prompt.parts[0], request.cluster.device
     costs = prompt.costs(request.problem)
     if not costs or device.memory_bytes is None:
-        return choose(replace(request, cluster=cluster))
-    others = (prompt.workload.layers - 1) * costs.cache_bytes
-    kinds = {
+        return replace(request, cluster=cluster)
+    kinds = _held_beside(prompt, request.problem, chunk)
+    rest = device.memory_bytes - sum(kinds.values())
+    fits = costs.parameters_bytes + prompt.cache_bytes(chunk) + costs.activations_bytes
+    if rest <= 0 or fits > device.memory_bytes:
+        raise _too_large(prompt, kinds)
+    return replace(request, cluster=replace(cluster, device=replace(device, memory_bytes=rest)))
+
+
+def _held_beside(prompt: _Prompt, problem: Problem, chunk: Sequence[Problem]) -> dict[str, int]:
+    """Bytes that a GPU holds beside one of a chunk's attentions, by kind."""
+    costs = prompt.costs(problem)
+    assert costs, "of a model"
+    return {
         "parameters": costs.parameters_bytes,
-        "cache of other layers": others,
+        "cache of other layers": prompt.cache_bytes(chunk) - costs.cache_bytes,
         "residual stream": costs.hidden_bytes,
     }
-    rest = device.memory_bytes - sum(kinds.values())
-    fits = costs.parameters_bytes + others + costs.cache_bytes + costs.activations_bytes
-    if rest > 0 and fits <= device.memory_bytes:
-        try:
-            return choose(replace(request, cluster=replace(cluster, device=replace(device, memory_bytes=rest))))
-        except DeviceMemoryError:
-            pass
+
+
+def _too_large(prompt: _Prompt, kinds: Mapping[str, int]) -> DeviceMemoryError:
+    device, costs = prompt.cluster.device, prompt.costs(prompt.request.problem)
+    assert costs and device.memory_bytes, "of a model, on a device whose memory is known"
     listed = ", ".join(f"{kind} {size / 1e9:.3g}" for kind, size in kinds.items() if size)
     rule = f"a GPU holds in GB {listed}, and then an attention and a feed-forward: {device.name} has "
-    raise DeviceMemoryError(
-        f"seqlen={prompt.request.problem.keys.seqlen - prompt.request.problem.history} on gpus={prompt.gpus}",
+    return DeviceMemoryError(
+        f"seqlen={prompt.request.problem.seqlen} on gpus={prompt.gpus}",
         f"{rule}{device.memory_bytes / 1e9:.4g}",
         f"{costs.would_fit} would work",
     )
@@ -314,15 +365,14 @@ class _Held:
 def _held(prompt: _Prompt, choice: Choice) -> _Held:
     """The memory of the chunk that takes most."""
     found = []
-    for each in choice.attentions:
+    for each, together in ((each, chunk) for chunk in prompt.in_chunks(choice) for each in chunk):
         problem, costs = each.problem, prompt.costs(each.problem)
         attention = account.peak_bytes(each.plans.values(), problem, prompt.parts[0].transport)
         if not costs:
             found.append(_Held(attention, attention))
             continue
-        cache = costs.cache_bytes
-        transient = max(attention - cache + costs.hidden_bytes, costs.activations_bytes)
-        peak = costs.parameters_bytes + prompt.workload.layers * cache + transient
+        transient = max(attention - costs.cache_bytes + costs.hidden_bytes, costs.activations_bytes)
+        peak = costs.parameters_bytes + prompt.cache_bytes([other.problem for other in together]) + transient
         found.append(_Held(peak, attention, costs.parameters_bytes, costs.activations_bytes))
     return max(found, key=lambda held: held.peak_bytes)
 

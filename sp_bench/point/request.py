@@ -230,7 +230,7 @@ def _refuse_sinks(config: Mapping[str, Any], kind: type[Workload]) -> None:
     if not config.get(SINKS):
         return
     if SINKS not in kind.keys:
-        have = " and ".join(f"workload={name}" for name, each in WORKLOADS.items() if SINKS in each.keys)
+        have = ", ".join(f"workload={name}" for name, each in WORKLOADS.items() if SINKS in each.keys)
         raise RequestError("sinks=true", f"are of {have}: workload={kind.name} has none", "sinks=false would work")
     if config["cuda_graph"] is True:
         rule = "are summed by the host's call, which a graph doesn't have"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sp_bench.cluster.device import same_model
 from sp_bench.errors import RequestError
-from sp_bench.packing import lengths_of
+from sp_bench.packing import documents, histories_of, lengths_of
 from sp_bench.plan.documents import Chunked, Documents, Window
 from sp_bench.plan.problem import PRODUCTS, flops_per_pair
 from sp_bench.reading import Tokens, read
@@ -80,18 +80,19 @@ def _pairs(record: Record, *, whole: bool = False) -> float | None:
     """(query, key) pairs of one head of one sequence, as MFU counts them; `whole`: without its window or chunks."""
     seqlen, config = record.seqlen, record.config or {}
     left, right = (None, None) if whole or not record.window else record.window
-    if whole and record.mask in (Window.name, Chunked.name):
-        return seqlen**2 * (0.5 if record.causal else 1.0)
+    cached = (record.kv_seqlen or seqlen) - seqlen
     if record.mask == "full":
         return seqlen * (record.kv_seqlen or seqlen)
-    if record.mask == "causal":
-        return seqlen * ((record.kv_seqlen or seqlen) - seqlen) + 0.5 * seqlen**2
+    if record.mask == "causal" or (whole and record.mask in (Window.name, Chunked.name)):
+        return seqlen * cached + seqlen**2 * (0.5 if record.causal else 1.0)
     if record.mask == Window.name:
-        return Window((seqlen,), record.causal, left, right).pairs(seqlen)
+        return Window((seqlen,), record.causal, left, right).behind([(cached,)]).pairs(seqlen)
     if record.mask == Chunked.name:
-        return Chunked.of(read(Tokens, config["chunk"], "chunk"), seqlen, causal=record.causal).pairs(seqlen)
+        tokens = read(Tokens, config["chunk"], "chunk")
+        return Chunked.of(tokens, seqlen, causal=record.causal, cached=(cached,)).pairs(seqlen)
     if record.mask == Documents.name and record.seed is not None:
-        return Documents(lengths_of(config["data"], seqlen, record.seed), record.causal, left, right).pairs(seqlen)
+        lengths, histories = lengths_of(config["data"], seqlen, record.seed), histories_of(config["data"])
+        return documents(lengths, causal=record.causal, window=(left, right), histories=histories).pairs(seqlen)
     return None
 
 

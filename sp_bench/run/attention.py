@@ -148,6 +148,9 @@ class SequenceParallelAttention(torch.nn.Module):
     There may be more keys than queries. Under a causal mask the queries are the last tokens: the keys of the history
     before them are dealt on their own, shard(k, history=P), so that a rank has the others with their queries. With
     mask="full" there may be any number of keys (cross-attention), dealt like any sequence.
+
+    Documents and windows have their histories in the mask, documents([n1, n2], histories=[p1, p2]). Keys of all are in
+    the order of tokens, each document's history before its queries, and a rank's shard has those that some query sees.
     """
 
     def __init__(
@@ -224,7 +227,8 @@ class SequenceParallelAttention(torch.nn.Module):
         Values may have fewer elements a head than keys, and the output then has as many as they. Scores are scaled by
         1 / sqrt(D), the D of keys.
         `seqlen` is the global length, by default S * n or that of the documents; pass it if n doesn't divide it.
-        `kv_seqlen` is that of keys, history included; pass it if there are more or fewer than queries.
+        `kv_seqlen` is that of keys, history included; pass it if there are more or fewer than queries. Documents and
+        windows know theirs.
         `sinks`, (H,), are learned scores by head that every softmax has besides those of keys (gpt-oss, OpenAI 2025);
         their gradients on all ranks add up to the whole one, as those of other parameters do.
         Differentiable in q, k and v.
@@ -245,20 +249,46 @@ class SequenceParallelAttention(torch.nn.Module):
     def shard(self, x: Tensor, history: int = 0) -> Tensor:
         """This rank's shard of a full tensor: (B, seqlen, H, D) -> (B, S, H, D), S = seqlen / n or nearly.
 
-        Of keys under a causal mask the first `history` are those before all queries.
+        Of keys under a causal mask the first `history` are those before all queries; of those of documents or a window,
+        `history` is how many tokens all of their histories have.
         """
-        local, seqlen = sharding.shard(x, self.layout, self.rank, self.n, history), x.shape[1]
+        seqlen, of_pack = x.shape[1], self._keys_of_pack(x.shape[1], history)
+        if of_pack is not None:
+            return x.index_select(1, of_pack.to(x.device))
+        local = sharding.shard(x, self.layout, self.rank, self.n, history)
         self._uneven.pop(local.shape[1], None)
         self._uneven |= {local.shape[1]: seqlen} if seqlen % self.n or history % self.n else {}
         return local
 
     def unshard(self, x: Tensor, history: int = 0) -> Tensor:
-        """All-gather the full tensor on every rank: (B, S, H, D) -> (B, seqlen, H, D). Not differentiable."""
+        """All-gather the full tensor on every rank: (B, S, H, D) -> (B, seqlen, H, D). Not differentiable.
+
+        Keys of a history that no query sees, of which no rank has any, are 0.
+        """
+        mask = self.mask
+        if history and isinstance(mask, Packed) and mask.new:
+            seqlen = mask.seqlen + mask.cached_tokens
+            found = x.new_zeros((x.shape[0], seqlen, *x.shape[2:]))
+            kept = sharding.gathered(x, mask.keys(self.layout, self.n), self.group)
+            found[:, torch.from_numpy(mask.key_places).to(x.device)] = kept
+            return found
         return sharding.unshard(x, self.layout, self.group, self.n, history)
 
     def positions(self, seqlen: int, history: int = 0) -> Tensor:
         """Global ids of the tokens that this rank owns in a sequence of `seqlen`: (S,) int64."""
-        return sharding.positions(self.layout, self.rank, self.n, seqlen, history)
+        of_pack = self._keys_of_pack(seqlen, history)
+        return sharding.positions(self.layout, self.rank, self.n, seqlen, history) if of_pack is None else of_pack
+
+    def _keys_of_pack(self, seqlen: int, history: int) -> Tensor | None:
+        """The places of this rank's keys among those of documents or a window behind histories; None for others."""
+        mask = self.mask
+        if not (history and isinstance(mask, Packed)):
+            return None
+        if (seqlen, history) != (mask.seqlen + mask.cached_tokens, mask.cached_tokens):
+            rule = f"the mask has {mask.seqlen} queries behind histories of {mask.cached_tokens} tokens together"
+            works = f"history={mask.cached_tokens} of {mask.seqlen + mask.cached_tokens} tokens would work"
+            raise RequestError(f"history={history} of {seqlen} tokens", rule, works)
+        return torch.from_numpy(mask.key_places)[sharding.owned(mask.keys(self.layout, self.n), self.rank)]
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, str, str]]:
@@ -380,6 +410,8 @@ class SequenceParallelAttention(torch.nn.Module):
             rule = f"the method was chosen for heads={self._heads[0]} and kv_heads={self._heads[1]}"
             raise RequestError(f"q {tuple(q.shape)}, k {tuple(k.shape)}", rule, "as many of each would work")
         seqlen = seqlen or (self.mask.seqlen if isinstance(self.mask, Packed) else None)
+        if kv_seqlen is None and isinstance(self.mask, Packed):
+            kv_seqlen = self.mask.seqlen + self.mask.cached_tokens
         if kv_seqlen is None and q.shape[1] != k.shape[1]:
             rule = f"there are {q.shape[1]} queries here, so that the call must say how many keys all ranks have"
             raise RequestError(f"k {tuple(k.shape)}", rule, f"kv_seqlen={k.shape[1] * self.n} would work")

@@ -45,6 +45,7 @@ def attend_caches(
     into = [sums.of(block.o) for block in ordered]
     sizes = [total.shapes[0][1] for total in into]
     wide = kernel.pads(problem.head_dim, problem.value_dim)
+    sunk = _own_rows(ordered, problem, rank, device)
     if reads_in_place(kernel, problem):
         call: _Reads = _InPages(kernel, regions, problem, int(kv.owner(rank)), device)
     else:
@@ -65,9 +66,28 @@ def attend_caches(
         run.see(k, v, out, lse)
         for total, of_out, of_lse in zip(into, out.split(sizes, dim=1), _apart(lse, sizes), strict=True):
             held.partials.add_output(total, of_out, of_lse)
+        if run.sinks is not None and sunk:
+            own, members = sunk
+            held.partials.add_sinks(into[own], run.sinks.scores.index_select(1, members))
         run.lap(FOLDS)
 
     return attend
+
+
+def _own_rows(
+    blocks: Sequence[Attend], problem: Problem, rank: int, device: torch.device
+) -> tuple[int, torch.Tensor] | None:
+    """The block of a chunk's rows with their own rank's keys, which every row meets once, by its place among `blocks`,
+    and for each row the query head of its key head: (rows,). None if it is not among them.
+    """
+    mask = problem.mask
+    assert isinstance(mask, Caches), "of a decode step"
+    for place, block in enumerate(blocks):
+        owner = int(block.q.owner(rank))
+        if owner == int(block.kv.owner(rank)):
+            rows = [row for run in problem.queries.positions(owner) for row in run]
+            return place, torch.tensor(rows, dtype=torch.int64, device=device) % mask.share
+    return None
 
 
 def reads_in_place(kernel: BlockKernel, problem: Problem) -> bool:

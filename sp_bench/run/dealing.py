@@ -144,7 +144,7 @@ class Dealing:
         heads = x.shape[2] if of_tokens else self._problem.field_heads(field) * members
         if x.shape[2] != heads or x.shape[dim] % members or not self._problem.is_even:
             return None
-        if of_tokens and len(self._shards.stretches) > 1:
+        if of_tokens and not self._shards.in_runs:
             return None
         return x.unflatten(dim, (members, -1)).movedim(dim, 0)
 

@@ -98,13 +98,14 @@ class Partials:
             into_out.index_copy_(1, rows, here_out)
             into_lse.index_copy_(2, rows, here_lse)
 
-    def add_sinks(self, into: Sum, sinks_H: Tensor) -> None:
-        """Let every row of a chunk's output see one more key, whose value is 0 and whose scores are these, by head.
+    def add_sinks(self, into: Sum, scores: Tensor) -> None:
+        """Let every row of a chunk's output see one more key, whose value is 0 and whose scores are these: (H,), or
+        (H, rows).
 
         Source: gpt-oss (OpenAI 2025), whose softmax has a learned score of each head in its denominator.
         """
         out, lse = self.get(into.chunk)
-        total = torch.logaddexp(lse, sinks_H[:, None].to(lse.dtype))
+        total = torch.logaddexp(lse, (scores if scores.ndim > 1 else scores[:, None]).to(lse.dtype))
         out.mul_(torch.exp(lse - total).transpose(1, 2).unsqueeze(3))
         lse.copy_(total)
 

@@ -13,8 +13,8 @@ from sp_bench.lower.joined import copied_bytes
 from sp_bench.plan.block_classes import block_classes
 from sp_bench.plan.casts import rows_read, works_of
 from sp_bench.plan.dataflow import dataflow
-from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.ops import Attend, AttendBackward, Block, Chunk, Fused, Gathered, Plan
+from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import O, Tensor
 from sp_bench.plan.union import Calls, Pieces, calls_of, classes

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.peers.engine import PeerEngine
+from sp_bench.plan.caches import Caches
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
@@ -248,11 +249,15 @@ def forward_of(
 
 
 def sinks_of(spec: Spec, problem: Problem, device: torch.device) -> Tensor | None:
-    """The point's sinks, (H,) in the dtype of statistics, the same on all ranks; None if it has none."""
+    """The point's sinks, (H,) in the dtype of statistics, the same on all ranks; None if it has none.
+
+    Of a decode step, whose query heads are rows of a key head, those of each key head: (H, query heads of a key head).
+    """
     if not getattr(spec.workload, SINKS, False):
         return None
     dtype, generator = getattr(torch, problem.accumulate_dtype), torch.Generator().manual_seed(spec.seed)
-    return torch.randn(problem.heads, generator=generator, dtype=torch.float64).to(device, dtype)
+    shape = (problem.heads, *((problem.mask.share,) if isinstance(problem.mask, Caches) else ()))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
 
 def given_queries(problem: Problem, rank: int, seed: int, q: Tensor) -> Tensor:

@@ -158,9 +158,9 @@ class Workload(ABC):
         return {}
 
     @classmethod
-    def pack_tokens(cls, values: Any) -> int:
-        """How many tokens the documents of `data` fill, of a config's numbers."""
-        return values.seqlen
+    def mask_tokens(cls, values: Any) -> tuple[int, int | None]:
+        """(queries, keys) that the mask of a config is of, from its numbers; None for as many keys as queries."""
+        return values.seqlen, values.kv_seqlen
 
     @classmethod
     def mask_of_layout(cls, config: Mapping[str, Any], mask: Mask) -> Mask:
@@ -274,6 +274,10 @@ class Workload(ABC):
     def held_bytes(self, device: DeviceCosts, problem: Problem) -> Mapping[str, int]:
         """Bytes that a rank holds beside its attention, by kind."""
         return {}
+
+    def standing_bytes(self, attention: Problem, every: Sequence[Problem]) -> int:
+        """Bytes that a measured rank holds beside what one of its step's attentions does, for the others."""
+        return 0
 
     @abstractmethod
     def flops(self, phase: str, problem: Problem) -> float:

@@ -11,7 +11,7 @@ from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.caches import Caches
-from sp_bench.plan.documents import Documents
+from sp_bench.plan.documents import Documents, Packed, Window
 from sp_bench.plan.mask import CAUSAL, Mask
 from sp_bench.plan.method import Method
 from sp_bench.plan.problem import Problem, heads_of_a_key_head
@@ -19,6 +19,7 @@ from sp_bench.plan.tensors import KV
 from sp_bench.reading import Count, Section, Tokens, read
 from sp_bench.records.quantities import DecodeStep
 from sp_bench.workload.attention import Attention
+from sp_bench.workload.base import SINKS
 
 NEW_TOKENS, CACHED, CACHED_HERE = 1, 2**17, 2**9
 """New tokens of each sequence and keys of its cache where a config doesn't say; the last on this machine."""
@@ -38,12 +39,13 @@ class Decode(Attention):
 
     `seqlen` are the new tokens of a sequence, `kv_seqlen` the keys of its cache with theirs, `batch` the sequences.
     With mask=document each document of `data` is the cache of one sequence, and kv_seqlen the keys of all of them.
+    Under a window a layer keeps the last keys of each sequence alone, which are dealt like a cache of so many.
     Ranks share the caches by tokens (plan.caches); `tensor_parallel` GPUs share the heads of each rank.
     """
 
     name: ClassVar[str] = "decode"
     phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"forward": ("forward",)}
-    keys: ClassVar[tuple[str, ...]] = ("decode",)
+    keys: ClassVar[tuple[str, ...]] = ("decode", SINKS)
     degree_key: ClassVar[str] = "decode.tensor_parallel"
     baselines: ClassVar[Mapping[str, str]] = {"ring": "pass_q"}
 
@@ -53,7 +55,8 @@ class Decode(Attention):
     @classmethod
     def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Decode:
         """The workload of a config. Raises RequestError for its invalid keys."""
-        return cls(phases=phases, degree=cls.tensor_parallel(config))
+        sinks = read(bool, config.get(SINKS, False), SINKS)
+        return cls(phases=phases, sinks=sinks, degree=cls.tensor_parallel(config))
 
     @classmethod
     def tensor_parallel(cls, config: Mapping[str, Any]) -> int:
@@ -67,9 +70,9 @@ class Decode(Attention):
         return {key: value for key, value in usual.items() if config[key] is None}
 
     @classmethod
-    def pack_tokens(cls, values: Any) -> int:
-        """The keys of all sequences."""
-        return values.kv_seqlen or values.seqlen
+    def mask_tokens(cls, values: Any) -> tuple[int, int | None]:
+        """The keys of all sequences: lengths of documents are those of caches."""
+        return values.kv_seqlen or values.seqlen, None
 
     @classmethod
     def attention_of(
@@ -81,7 +84,11 @@ class Decode(Attention):
         """
         new, share = shape["seqlen"], heads_of_a_key_head(shape["heads"], shape["kv_heads"])
         cached = shape["kv_seqlen"] or new
-        if isinstance(mask, Documents) and mask.causal and not mask.windowed:
+        left = mask.left if isinstance(mask, Packed) else None
+        if isinstance(mask, Documents) and mask.causal:
+            if mask.new:
+                rule = "are those of parts of prompts: here lengths are those of caches"
+                raise RequestError(f"data.cached={[sum(each) for each in mask.cached]}", rule, "[] would work")
             if shape["batch"] != 1:
                 rule = "the sequences are the documents of data, and their number follows"
                 raise RequestError(f"batch={shape['batch']}", rule, "batch=1 would work")
@@ -89,14 +96,20 @@ class Decode(Attention):
                 rule = f"the caches of {len(mask.lengths)} sequences have {mask.seqlen} keys together"
                 raise RequestError(f"kv_seqlen={cached}", rule, f"kv_seqlen={mask.seqlen} would work")
             lengths = mask.lengths
-        elif mask is CAUSAL:
+        elif mask is CAUSAL or (isinstance(mask, Window) and mask.causal):
             lengths = (cached,) * shape["batch"]
         else:
-            rule = f"a new token sees all that is cached of its sequence, in workload={cls.name}"
-            works = "mask=causal, or mask=document with data, causal and without a window, would work"
+            rule = f"a new token sees what is cached of its sequence, or a window of it, in workload={cls.name}"
+            works = "mask=causal, a causal mask=window, or mask=document with data would work"
             raise RequestError(f"mask={mask.name}", rule, works)
         section = _section(config)
-        caches = Caches(lengths, new, share, section.page_tokens)
+        if left is not None:
+            lengths = tuple(min(length, left + new) for length in lengths)
+            if section.page_tokens and new > 1:
+                rule = f"kernels read pages from their first key, and of {new} new tokens each has a window of its own"
+                works = "seqlen=1, or decode.page_tokens=null, would work"
+                raise RequestError(f"decode.page_tokens={section.page_tokens} with a window", rule, works)
+        caches = Caches(lengths, new, share, section.page_tokens, left)
         caches.refuse_ranks(n)
         latent, kv_heads = section.latent, section.tensor_parallel * shape["kv_heads"]
         if latent and kv_heads > 1:
@@ -119,7 +132,8 @@ class Decode(Attention):
             raise RequestError(f"method={method.name}", rule, works)
 
     def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:
-        """Raise RequestError for what only simulations have."""
+        """Raise RequestError for what only simulations have, and for sinks of a rank alone."""
+        super().refuse(problem, mode, peer)
         if mode != "simulate" and self.degree > 1:
             rule = "is simulated only: measured ranks have all heads"
             raise RequestError(f"{self.degree_key}={self.degree}", rule, "mode=simulate would work")

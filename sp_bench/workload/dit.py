@@ -122,6 +122,11 @@ class Denoise(Train):
         """How many attentions a step has, one after another."""
         return self.model.layers
 
+    @property
+    def layers_by_attention(self) -> tuple[int, ...]:
+        """All layers, which are of one kind."""
+        return (self.layers,)
+
     @classmethod
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
         """The phases that are timed: there is no other."""

@@ -129,7 +129,8 @@ class SunkRows:
     """The scores that every row's softmax has besides those of keys, and their gradient."""
 
     scores: Tensor
-    """By head, the same on all ranks: (H,)."""
+    """By head, the same on all ranks: (H,). Of a decode step by key head and the query heads in it, which are rows in
+    turn: (H, rows of a token)."""
     found: Tensor | None = None
     """Their gradient by all ranks, (H,); None where it isn't compared."""
     exact: Tensor = field(init=False)
@@ -137,6 +138,11 @@ class SunkRows:
 
     def __post_init__(self) -> None:
         self.exact = torch.zeros(2, len(self.scores), dtype=torch.float64)
+
+    def of(self, head: int, places: Tensor) -> Tensor:
+        """The scores of a head for rows at these places: one for all, or (rows, 1)."""
+        scores = self.scores[head]
+        return scores[places.to(scores.device) % len(scores), None] if scores.ndim else scores
 
     def errors(self) -> tuple[float, float]:
         """(the relative error of their gradient, the largest one of roundings alone in unit roundoffs)."""
@@ -437,7 +443,7 @@ def _attended(unit: _Unit, q: Tensor, places: Tensor, head: int) -> tuple[Tensor
     """
     most, total = q.new_full((len(q), 1), -math.inf), q.new_zeros(len(q), 1)
     if unit.sinks:  # a score of its own, with a value of 0
-        most, total = most.copy_(unit.sinks.scores[head]), total + 1
+        most, total = most.copy_(unit.sinks.of(head, places)), total + 1
     out, of_out = (q.new_zeros(len(q), unit.value_dim) for _ in range(2))
     for keys in unit.key_blocks(places):
         scores, _, v = unit.scores(q, places, keys)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import structs
 
 from sp_bench.errors import RequestError
+from sp_bench.plan.mask import Mask
 from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Natural, Positive, Section
 
@@ -225,6 +226,18 @@ class Model(Section, frozen=True, kw_only=True):
         sizes |= {"layers": min(self.layers, 2), "text_tokens": min(self.text_tokens, SMALL_TEXT)}
         own |= {"q_latent": min(self.q_latent, 64)} if self.q_latent else {}
         return structs.replace(self, full_every=every, **sizes, **own)
+
+
+def mask_of_full_layers(config: Mapping[str, Any], mask: Mask) -> Mask:
+    """The mask of the layers that see all, of a model with others among them.
+
+    Raises RequestError if the mask has nothing that these leave out.
+    """
+    if mask.unlimited is None:
+        rule = f"sets layers apart that see more than others, and under mask={mask.name} all see the same"
+        works = "mask=window window=[127,0], mask=chunked chunk=8k, or model.full_every=null, would work"
+        raise RequestError(f"model.full_every={config['model']['full_every']}", rule, works)
+    return mask.unlimited
 
 
 def refuse_keys(model: Model, problem: Problem, workload: str, otherwise: str) -> None:

@@ -1,30 +1,39 @@
 """workload=prefill: chunks of a prompt one after another over a growing cache, to the first token. Imports no torch.
 
 Each chunk is an attention of its own: its queries see what is cached, and the chunk's own keys causally (chunked
-prefills, Agrawal et al. 2023). The cache lies on the ranks by tokens, as each chunk was dealt. Without a model it is
-the attention of one layer.
+prefills, Agrawal et al. 2023). The cache lies on the ranks by tokens, as each chunk was dealt. Under a window, or in
+chunks of the mask, queries see the end of what is cached, and the rest of it is no part of the attention. Without a
+model it is the attention of one layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
+
+import numpy as np
+from msgspec import structs
 
 from sp_bench import account
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import RequestError
 from sp_bench.peers.peer import Peer
-from sp_bench.plan.mask import CAUSAL, FULL
+from sp_bench.plan.documents import Chunked, Packed, Window
+from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from sp_bench.plan.method import Method
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import KV
 from sp_bench.reading import Count, Natural, Section, Tokens, read
 from sp_bench.records.quantities import Prompt, TrainingStep
-from sp_bench.workload.base import RankContext, Spec, Step, Workload
+from sp_bench.workload.base import SINKS, RankContext, Spec, Step, Workload
 from sp_bench.workload.gate import GateErrors
-from sp_bench.workload.model import NONE, Model, refuse_keys
+from sp_bench.workload.model import NONE, Model, mask_of_full_layers, refuse_keys
 from sp_bench.workload.prefill_costs import PrefillCosts, layer_cache_bytes
 from sp_bench.workload.training import refuse_training
+
+LIMITED = (Window.name, Chunked.name)
+"""The masks under which a query sees the end of what is before it."""
 
 
 class Chunking(Section, frozen=True, kw_only=True):
@@ -47,18 +56,23 @@ class Prefill(Workload):
 
     name: ClassVar[str] = "prefill"
     phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"forward": ("forward",)}
-    keys: ClassVar[tuple[str, ...]] = ("prefill",)
+    keys: ClassVar[tuple[str, ...]] = ("prefill", SINKS)
     degree_key: ClassVar[str] = "prefill.tensor_parallel"
     simulated_as: ClassVar[str] = "prefill"
 
     chunking: Chunking
     model: Model | None = None
     """The model whose layers are counted; None: the attention of one layer."""
+    limited: bool = False
+    """Whether layers, all or those that don't see all, have a window or chunks."""
+    sinks: bool = False
+    """Whether every softmax has one score more, learned by head, besides those of keys (gpt-oss, OpenAI 2025)."""
 
     @classmethod
     def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Self:
         """The workload of a config. Raises RequestError for a model that has no first token, and keys of training."""
-        asked = _chunking(config)
+        asked, limited = _chunking(config), config["mask"] in LIMITED
+        sinks = read(bool, config.get(SINKS, False), SINKS)
         refuse_training(config, f"workload={cls.name}")
         if config["model"]["name"] == NONE:
             if asked.tensor_parallel > 1:
@@ -66,13 +80,13 @@ class Prefill(Workload):
                 raise RequestError(
                     f"{cls.degree_key}={asked.tensor_parallel}", rule, "1, or model=llama3_8b, would work"
                 )
-            return cls(phases=phases, chunking=asked)
-        model = read(Model, config["model"], "model")
+            return cls(phases=phases, chunking=asked, limited=limited, sinks=sinks)
+        model = structs.replace(read(Model, config["model"], "model"), sinks=sinks)
         if model.kind != "decoder":
             rule = f"is a {model.kind}, and a first token is that of a decoder"
             raise RequestError(f"model={model.name}", rule, "model=llama3_8b would work")
         model.part(asked.tensor_parallel, cls.degree_key)
-        return cls(phases=phases, chunking=asked, model=model)
+        return cls(phases=phases, chunking=asked, model=model, limited=limited, sinks=sinks)
 
     @classmethod
     def filled(cls, config: Mapping[str, Any], *, here: bool) -> dict[str, Any]:
@@ -83,16 +97,12 @@ class Prefill(Workload):
     def kv_seqlen(cls, config: Mapping[str, Any], seqlen: int, asked: int | None) -> int | None:
         """The number of keys: those cached and the prompt's.
 
-        Raises RequestError where kv_seqlen is given too, for a mask of documents, and for layers of two kinds.
+        Raises RequestError where kv_seqlen is given too, and for a mask of documents.
         """
-        if (every := config["model"].get("full_every")) is not None:
-            rule = "workload=prefill has layers of one kind, which see all of what is cached"
-            works = "model.full_every=null mask=causal window=null chunk=null, or workload=train, would work"
-            raise RequestError(f"model.full_every={every}", rule, works)
         if asked is not None or config["kv_seqlen"] is not None:
             rule = "workload=prefill counts its keys itself: what is cached, and the prompt"
             raise RequestError(f"kv_seqlen={asked or seqlen}", rule, "kv_seqlen=null prefill.cached=64k would work")
-        _refuse_mask(str(config["mask"]), CAUSAL.name, FULL.name)  # causal=false, which is full, is read later
+        _refuse_mask(str(config["mask"]), CAUSAL.name, FULL.name, *LIMITED)  # causal=false is read later
         cached = _chunking(config).cached
         return seqlen + cached if cached else None
 
@@ -112,9 +122,21 @@ class Prefill(Workload):
         return self.model.notes if self.model else ()
 
     @property
-    def layers(self) -> int:
-        """How many attentions each chunk has, one after another."""
-        return self.model.layers if self.model else 1
+    def layers_by_attention(self) -> tuple[int, ...]:
+        """How many layers have each of a chunk's attentions: all, or those that see all and the others."""
+        return self.model.layers_by_attention if self.model else (1,)
+
+    @property
+    def in_one_layout(self) -> bool:
+        """Whether a chunk's attentions depend on how earlier chunks were dealt, of which they see a part."""
+        return self.limited
+
+    @classmethod
+    def mask_of_layout(cls, config: Mapping[str, Any], mask: Mask) -> Mask:
+        """That of a whole sequence: what is cached lies as such a mask's tokens are dealt."""
+        if config["model"].get("full_every") is not None:
+            return mask_of_full_layers(config, mask)
+        return mask.unlimited or mask
 
     @classmethod
     def refuse_method(cls, method: Method | Peer) -> None:
@@ -125,7 +147,13 @@ class Prefill(Workload):
 
     def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:
         """Raise RequestError for a mask or chunks that no cache can be behind, and what isn't measured."""
-        _refuse_mask(problem.mask.name, CAUSAL.name)
+        _refuse_mask(problem.mask.name, CAUSAL.name, *LIMITED)
+        if isinstance(problem.mask, Packed) and not problem.mask.causal:
+            rule = "is not that of a prompt, whose later tokens are not there yet"
+            raise RequestError("causal=false", rule, "causal=true would work")
+        if self.sinks and mode == "alone":
+            rule = "are of ranks together, and mode=alone has one at a time"
+            raise RequestError("sinks=true", rule, "mode=measure would work")
         if mode == "alone":
             rule = f"executes one attention, not workload={self.name}"
             raise RequestError("mode=alone", rule, "mode=measure would work")
@@ -150,21 +178,30 @@ class Prefill(Workload):
                 raise RequestError(f"prefill.{key}={size}", rule, works)
         for size, which in ((chunk, "every"), (seqlen % chunk, "the last")):
             try:
-                _ = size and replace(problem, seqlen=size, kv_seqlen=problem.keys.seqlen)
+                problem.layout.refuse(n, size or seqlen)
             except RequestError as error:
                 rule = f"leaves {size} tokens for {which} chunk, and {error.rule}"
                 works = "a larger one that divides seqlen would work"
                 raise RequestError(f"prefill.chunk={chunk}", rule, works) from None
 
     def attentions(self, problem: Problem) -> tuple[Problem, ...]:
-        """The attention of each chunk, in order: its own queries, and all keys up to its end."""
+        """The attention of each chunk, in order: its own queries, and all keys up to its end. Of layers of two kinds,
+        for each chunk that of those that see all, and that of the others.
+        """
         chunk, cached = self.chunking.chunk or problem.seqlen, problem.history
-        starts = range(0, problem.seqlen, chunk)
-        ends = [min(start + chunk, problem.seqlen) for start in starts]
-        return tuple(
-            replace(problem, seqlen=end - start, kv_seqlen=cached + end)
-            for start, end in zip(starts, ends, strict=True)
-        )
+        found: list[Problem] = []
+        for start in range(0, problem.seqlen, chunk):
+            end = min(start + chunk, problem.seqlen)
+            for mask in self.masks(problem):
+                if isinstance(mask, Packed):
+                    mask = mask.part(start, end, (cached, *(chunk,) * (start // chunk)))
+                found.append(replace(problem, seqlen=end - start, kv_seqlen=cached + end, mask=mask))
+        return tuple(found)
+
+    def masks(self, problem: Problem) -> tuple[Mask, ...]:
+        """The masks of the layers, as many as there are kinds."""
+        unlimited = problem.mask.unlimited
+        return (unlimited, problem.mask) if len(self.layers_by_attention) > 1 and unlimited else (problem.mask,)
 
     @classmethod
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
@@ -172,8 +209,9 @@ class Prefill(Workload):
         return phases
 
     def times_executed(self, phase: str, attention: int = 0) -> Mapping[str, int]:
-        """The plan of a chunk once for each layer."""
-        return {phase: self.layers}
+        """The plan of a chunk once for each layer that has it."""
+        layers = self.layers_by_attention
+        return {phase: layers[attention % len(layers)]}
 
     def costs(self, problem: Problem, device: DeviceCosts, crowding: float = 1.0) -> PrefillCosts:
         """Seconds and memory of a chunk beside its attention. `problem` is that of the chunk."""
@@ -187,16 +225,33 @@ class Prefill(Workload):
         if not self.model:
             return TrainingStep()
         parameters = self.model.parameters(problem, self.degree)
-        return TrainingStep(model=self.model.name, parameters=parameters, tensor_parallel=self.degree)
+        full, *others = self.layers_by_attention
+        return TrainingStep(
+            model=self.model.name,
+            parameters=parameters,
+            tensor_parallel=self.degree,
+            full_layers=full if others else None,
+        )
 
     def prompt(self, problem: Problem) -> Prompt:
         """The chunks, and the cache that they leave on a GPU."""
+        attentions, kinds = self.attentions(problem), len(self.layers_by_attention)
         return Prompt(
             prefill_chunk=self.chunking.chunk or problem.seqlen,
             prefill_cached=self.chunking.cached,
-            chunks=len(self.attentions(problem)),
-            kv_cache_bytes=self.layers * layer_cache_bytes(problem),
+            chunks=len(attentions) // kinds,
+            kv_cache_bytes=sum(
+                layers * layer_cache_bytes(each)
+                for layers, each in zip(self.layers_by_attention, attentions[-kinds:], strict=True)
+            ),
         )
+
+    def standing_bytes(self, attention: Problem, every: Sequence[Problem]) -> int:
+        """Bytes of the rows of a measured rank's cache, with room for the whole prompt, that a chunk doesn't see."""
+        ranks, first = np.arange(attention.n), every[0]
+        rows = first.keys.tokens(ranks) - first.queries.tokens(ranks) - attention.keys.tokens(ranks)
+        rows = rows + sum(each.queries.tokens(ranks) for each in every)
+        return int(np.max(rows)) * sum(attention.token_bytes(field, wire=False) for field in KV.fields)
 
     def flops(self, phase: str, problem: Problem) -> float:
         """FLOPs of the attention, as account.model_flops counts them; with a model also 2 N D of its layers, and those
@@ -204,7 +259,8 @@ class Prefill(Workload):
 
         With tensor parallelism, they are those of one GPU of each group.
         """
-        attention = self.layers * account.model_flops(problem, phase)
+        kinds = zip(self.layers_by_attention, self.masks(problem), strict=True)
+        attention = sum(layers * account.model_flops(replace(problem, mask=mask), phase) for layers, mask in kinds)
         if not self.model:
             return attention
         share = self.model.part(self.degree, self.degree_key)
@@ -231,5 +287,6 @@ def _chunking(config: Mapping[str, Any]) -> Chunking:
 
 def _refuse_mask(name: str, *taken: str) -> None:
     if name not in taken:
-        rule = "is not that of a prompt: each chunk sees all of what is cached, and itself causally"
-        raise RequestError(f"mask={name}", rule, f"mask={CAUSAL.name} would work")
+        rule = "is not that of a prompt: each chunk sees what is cached, or the end of it, and itself causally"
+        works = f"mask={CAUSAL.name}, {' or '.join(LIMITED)} would work"
+        raise RequestError(f"mask={name}", rule, works)

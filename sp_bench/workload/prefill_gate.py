@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from sp_bench.plan.documents import Packed
 from sp_bench.workload.attention_gate import GATE_TOKENS
-from sp_bench.workload.attention_step import make_engines
+from sp_bench.workload.attention_step import make_engines, sinks_of
 from sp_bench.workload.base import PlannedAttention, RankContext, Spec
 from sp_bench.workload.exact_rows import rows_for
 from sp_bench.workload.gate import GateErrors, worst_of
@@ -21,19 +22,20 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
     chunks = small_chunks(spec.attentions, GATE_TOKENS)
     problems = [chunk.problem for chunk in chunks]
     prompt, engines = Cached(problems, context.rank, spec.seed, context.device), make_engines(spec, chunks, context)
+    sinks = sinks_of(spec, problems[0], context.device)
     results = []
     for _ in range(2):
         results.clear()
         for index, engine in enumerate(engines):
             context.alive()
             prompt.write(index)
-            results.append(engine.forward(prompt.q[index], *prompt.seen(index))[0])
+            results.append(engine.forward(prompt.q[index], *prompt.seen(index), sinks=sinks)[0])
     for engine in engines:
         engine.close()
     found = []
     for index, out in enumerate(results):
         sample = rows_for(problems[index], context.rank, spec.seed, context.device.type)
-        found.append(prompt.errors(index, context, sample.of({"out": out})["out"], sample))
+        found.append(prompt.errors(index, context, sample.of({"out": out})["out"], sample, sinks))
     errors = worst_of(found, spec.problem.dtype, sum(each.seqlen for each in problems))
     if errors.uncompared:  # nothing is timed that wasn't checked
         raise MemoryError(errors.uncompared)
@@ -43,15 +45,19 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
 def small_chunks(chunks: Sequence[PlannedAttention], tokens: int) -> list[PlannedAttention]:
     """Some of a prompt's chunks as a prompt of their own, of at most so many tokens on a rank each.
 
-    Their plans are those of the point. What was cached before the first is there as well, and shortened alike.
+    Their plans are those of the point. What was cached before the first is there as well, and shortened alike, and so
+    is what a window or the chunks of a mask leave of it.
     """
     found: list[PlannedAttention] = []
     first = chunks[0].problem
-    end = min(tokens, first.history // first.n) * first.n
+    dealt = [min(tokens, first.history // first.n) * first.n]
     for index in watched(len(chunks)):
         problem, plans = chunks[index].problem, chunks[index].plans
         each, more = divmod(problem.seqlen, problem.n)
-        seqlen = min(tokens, each) * problem.n + more
-        end += seqlen
-        found.append(PlannedAttention(replace(problem, seqlen=seqlen, kv_seqlen=end), plans))
+        seqlen, mask = min(tokens, each) * problem.n + more, problem.mask
+        if isinstance(mask, Packed):
+            mask = mask.scaled(seqlen).after(tuple(dealt))
+        small = replace(problem, seqlen=seqlen, kv_seqlen=sum(dealt) + seqlen, mask=mask)
+        found.append(PlannedAttention(small, plans))
+        dealt.append(seqlen)
     return found

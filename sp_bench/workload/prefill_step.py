@@ -1,14 +1,15 @@
 """A prompt on one rank: chunk after chunk over a cache that grows. q is (B, S / n, H, D) of each chunk.
 
 The cache is (B, S / n, kv_heads, D) for keys and for values, a rank's rows in the order in which they came: what was
-cached before, then those of each chunk. A chunk's attention gets the rows so far. All queries see all of what was
-before their own chunk, so that its order means nothing to them.
+cached before, then those of each chunk. A chunk's attention gets the rows so far or, under a window, the last of them.
+Rows that chunks leave behind each other ascend by position.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.latents import Latents
-from sp_bench.workload.attention_step import make_engines, marks_parts, parts_of, random_tensor
+from sp_bench.workload.attention_step import make_engines, marks_parts, parts_of, random_tensor, sinks_of
 from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.engine_step import EngineStep
-from sp_bench.workload.exact_rows import Sample, errors_of_rows, sampled
+from sp_bench.workload.exact_rows import Sample, SunkRows, errors_of_rows, sampled
 from sp_bench.workload.gate import GateErrors, worst_of
 from sp_bench.workload.prefill_costs import chunk_part
 
@@ -44,11 +45,13 @@ class Cached:
 
         first, last = problems[0], problems[-1]
         self.problems = tuple(problems)
-        self.ends = [int(each.keys.tokens(rank)) for each in problems]
-        """The rows of the cache that each chunk's attention gets."""
         tokens = [int(each.queries.tokens(rank)) for each in problems]
-        self.starts = [end - new for end, new in zip(self.ends, tokens, strict=True)]
-        assert self.starts[1:] == self.ends[:-1], "each chunk finds the cache as the one before left it"
+        keys = [int(each.keys.tokens(rank)) for each in problems]
+        self.starts = [*accumulate(tokens, initial=keys[0] - tokens[0])]
+        self.ends = self.starts[1:]
+        self.rows = [slice(end - count, end) for end, count in zip(self.ends, keys, strict=True)]
+        """The rows of the cache that each chunk's attention gets."""
+        assert all(rows.start >= 0 for rows in self.rows), "what a chunk sees, earlier ones have left"
         self.q = [drawn(each, new, each.heads, each.head_dim)[0] for each, new in zip(problems, tokens, strict=True)]
         widths = [last.width(field) for field in KV.fields]
         self.new = [drawn(each, new, each.kv_heads, *widths) for each, new in zip(problems, tokens, strict=True)]
@@ -64,18 +67,20 @@ class Cached:
 
     def seen(self, index: int) -> tuple[Tensor, Tensor]:
         """The keys and values that a chunk's attention gets."""
-        k, v = (cache[:, : self.ends[index]] for cache in self.cache)
+        k, v = (cache[:, self.rows[index]] for cache in self.cache)
         return k, v
 
-    def errors(self, index: int, context: RankContext, out: Tensor, sample: Sample) -> GateErrors:
+    def errors(self, index: int, context: RankContext, out: Tensor, sample: Sample, sinks: Tensor | None) -> GateErrors:
         """Errors of sampled rows of a chunk's output, as `Sample.of` returns them. All ranks must call it.
 
         They are held against keys and values as they were drawn, whatever is in the cache.
         """
-        k, v = (torch.cat(each, 1) for each in zip(self.before, *self.new[: index + 1], strict=True))
+        every = (torch.cat(each, 1) for each in zip(self.before, *self.new[: index + 1], strict=True))
+        k, v = (x[:, self.rows[index]] for x in every)
         inputs = self.q[index], k, v, self.q[index]  # of dout no row is looked at
-        latents = Latents.random(self.problems[index], self._seed, torch.device("cpu"), backward=False)
-        return errors_of_rows(self.problems[index], context, inputs, {"out": out}, sample, latents=latents)
+        sunk, problem = None if sinks is None else SunkRows(sinks), self.problems[index]
+        latents = Latents.random(problem, self._seed, torch.device("cpu"), backward=False)
+        return errors_of_rows(problem, context, inputs, {"out": out}, sample, sunk, latents=latents)
 
 
 def watched(chunks: int) -> list[int]:
@@ -95,6 +100,7 @@ class PrefillStep(EngineStep):
         problems = [chunk.problem for chunk in spec.attentions]
         self._prompt = Cached(problems, context.rank, spec.seed, context.device)
         self._engines = make_engines(spec, spec.attentions, context)
+        self._sinks = sinks_of(spec, spec.problem, context.device)
         self._samples: dict[int, Sample] = {}
         self._kept: dict[int, Tensor] = {}
         self._out: list[Tensor | None] = [None] * len(problems)
@@ -131,7 +137,7 @@ class PrefillStep(EngineStep):
     def _chunk(self, index: int, action: Action, live: LiveBytes | None) -> Tensor:
         prompt = self._prompt
         prompt.write(index)
-        return self._engines[index].forward(prompt.q[index], *prompt.seen(index), action, live)[0]
+        return self._engines[index].forward(prompt.q[index], *prompt.seen(index), action, live, self._sinks)[0]
 
     def parts(self, phase: str) -> Mapping[str, float]:
         """Seconds of the last execution by part, summed over chunks, and of each chunk as a whole.
@@ -169,7 +175,8 @@ class PrefillStep(EngineStep):
         """Errors of the rows that were kept last, of the chunk that is off most."""
         self._out = [None] * len(self._engines)  # their memory is needed
         found = [
-            self._prompt.errors(index, self._context, rows, self._samples[index]) for index, rows in self._kept.items()
+            self._prompt.errors(index, self._context, rows, self._samples[index], self._sinks)
+            for index, rows in self._kept.items()
         ]
         tokens = sum(problem.seqlen for problem in self._prompt.problems)
         return worst_of(found, self._spec.problem.dtype, tokens) if found else GateErrors()

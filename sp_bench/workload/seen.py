@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sp_bench.plan.documents import OfLengths
+from sp_bench.plan.documents import OfLengths, Packed
 from sp_bench.plan.mask import Mask
 from sp_bench.plan.regions import RegionKind
 
@@ -18,7 +18,7 @@ class Seen:
         queries = torch.arange(seqlen)
         self._spans: list[tuple[Tensor, Tensor]] = []
         if isinstance(mask, OfLengths):
-            first, stop = mask.sees(queries.numpy())
+            first, stop = mask.sees(mask.query_positions if isinstance(mask, Packed) else queries.numpy())
             self._spans = [(torch.from_numpy(first), torch.from_numpy(stop))]
             return
         history = mask.history(seqlen, kv_seqlen)

@@ -26,7 +26,7 @@ from sp_bench.workload import training
 from sp_bench.workload.base import SINKS, RankContext, Spec, Step, Workload
 from sp_bench.workload.costs import TrainingCosts
 from sp_bench.workload.gate import GateErrors
-from sp_bench.workload.model import NONE, Model, refuse_keys
+from sp_bench.workload.model import NONE, Model, mask_of_full_layers, refuse_keys
 from sp_bench.workload.training import MOMENTS, UPDATE, Training
 
 DENSE_BACKWARD = 2.0
@@ -180,14 +180,7 @@ class Train(Workload):
 
         Raises RequestError if the mask has nothing that these leave out.
         """
-        every = config["model"].get("full_every")
-        if every is None:
-            return mask
-        if mask.unlimited is None:
-            rule = f"sets layers apart that see more than others, and under mask={mask.name} all see the same"
-            works = "mask=window window=[127,0], mask=chunked chunk=8k, or model.full_every=null, would work"
-            raise RequestError(f"model.full_every={every}", rule, works)
-        return mask.unlimited
+        return mask if config["model"].get("full_every") is None else mask_of_full_layers(config, mask)
 
     def times_executed(self, phase: str, attention: int = 0) -> Mapping[str, int]:
         """Each layer's plan once a turn; the forward's again in the backward if a whole layer is recomputed."""

@@ -114,7 +114,7 @@ def test_a_setting_is_for_the_mask_and_the_shape() -> None:
     for name, words in ASKED.items():
         with Composer() as composer:
             config = composer.compose([*SHAPE[:1], *words])
-        mask = mask_of(config, int(config["seqlen"]), 0)
+        mask = mask_of(config, 0, int(config["seqlen"]))
         for method in ("ulysses", "all_gather", "zigzag", "striped", "ring", *options):
             asked = wanted(method, options.get(method, {}), mask, seqlen=config["seqlen"], config=config, gpus=4)
             for other in dealt_otherwise(asked):

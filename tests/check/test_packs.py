@@ -33,6 +33,7 @@ def planned(name: str, layout: str, mask: Packed, n: int) -> list[tuple[Method, 
         whole = Problem(
             n=n,
             seqlen=mask.seqlen,
+            kv_seqlen=mask.seqlen + mask.cached_tokens,
             heads=2 * n,
             kv_heads=n,
             head_dim=8,
@@ -50,7 +51,7 @@ def planned(name: str, layout: str, mask: Packed, n: int) -> list[tuple[Method, 
 dealings = st.sampled_from([(name, layout) for name, method in REGISTRY.items() for layout in method.dealings()])
 
 
-@given(dealings, packs(), st.sampled_from(SIZES))
+@given(dealings, packs(cached=True), st.sampled_from(SIZES))
 def test_every_method_and_dealing_is_proven(dealing: tuple[str, str], mask: Packed, n: int) -> None:
     """And sends at least what the lower bound says, at most what it would for a whole sequence."""
     for variant, problem, plans in planned(*dealing, mask, n):
@@ -63,7 +64,7 @@ def test_every_method_and_dealing_is_proven(dealing: tuple[str, str], mask: Pack
                 assert sent.total_bytes <= n * variant.bytes_sent(problem, phase) * (1 + 1e-9)
 
 
-@given(dealings, packs(), st.sampled_from(SIZES[1:]), st.data())
+@given(dealings, packs(cached=True), st.sampled_from(SIZES[1:]), st.data())
 def test_what_is_needed_must_be_sent(dealing: tuple[str, str], mask: Packed, n: int, data: st.DataObject) -> None:
     """Any transfer left out, of one rank, is missed."""
     found = planned(*dealing, mask, n)
@@ -107,17 +108,21 @@ short = st.lists(st.integers(1, 6), min_size=1, max_size=4).filter(lambda length
 
 
 @given(
-    short, st.booleans(), st.sampled_from(["contiguous", "striped", "zigzag_documents", "blocks"]), st.integers(1, 6)
+    short,
+    st.lists(st.integers(0, 9), min_size=4, max_size=4),
+    st.booleans(),
+    st.sampled_from(["contiguous", "striped", "zigzag_documents", "blocks"]),
+    st.integers(1, 6),
 )
-def test_the_least_that_is_moved(lengths: list[int], causal: bool, layout: str, n: int) -> None:
+def test_the_least_that_is_moved(lengths: list[int], cached: list[int], causal: bool, layout: str, n: int) -> None:
     """Against a vertex cover of least weight, by trying every set of queries that leave their chunk."""
-    mask = Documents(tuple(lengths), causal)
+    mask = Documents(tuple(lengths), causal).behind([[tokens] for tokens in cached[: len(lengths)]])
     blocks = mask.blocks(mask.layout(layout), n, mask.seqlen)
-    first, stop = mask.sees(np.arange(mask.seqlen))
+    first, stop = mask.sees(mask.query_positions)
     total = 0.0
     for chunk in range(n):
         queries = np.flatnonzero(blocks.owner == chunk)
-        seen = [{key for key in range(first[q], stop[q]) if blocks.owner[key] != chunk} for q in queries]
+        seen = [{key for key in range(first[q], stop[q]) if blocks.key_owner[key] != chunk} for q in queries]
         costs = []
         for leaving in range(2 ** len(queries)):
             staying = [keys for i, keys in enumerate(seen) if not leaving >> i & 1]

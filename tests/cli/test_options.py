@@ -16,7 +16,7 @@ from sp_bench.slurm.settings import Settings
 
 COUNTS = {
     "config": 58,
-    "data": 8,
+    "data": 9,
     "implementation": 7,
     "kernel": 1,
     "logger": 5,

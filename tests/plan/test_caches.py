@@ -29,7 +29,7 @@ def problems(draw: st.DrawFn, most: int = 6) -> Problem:
     n, new, share = draw(st.integers(1, most)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4, 8]))
     least = max(n, new, (n - 1) * (page or 0) + 1)
     lengths = draw(st.lists(st.integers(least, 40), min_size=1, max_size=6))
-    mask = Caches(tuple(lengths), new, share, page)
+    mask = Caches(tuple(lengths), new, share, page, draw(st.none() | st.integers(0, 40)))
     kv_heads = draw(st.integers(1, 3))
     return replace(cached_problem(n, mask, heads=kv_heads, head_dim=8), dtype="float32")
 
@@ -41,8 +41,10 @@ def sees(problem: Problem) -> np.ndarray:
     seen, row, first = np.zeros((problem.seqlen, problem.keys.seqlen), bool), 0, 0
     for length in mask.lengths:
         for token in range(mask.new):
+            stop = length - (mask.new - token - 1)
+            start = 0 if mask.left is None else max(stop - 1 - mask.left, 0)
             for _ in range(mask.share):
-                seen[row, first : first + length - (mask.new - token - 1)] = True
+                seen[row, first + start : first + stop] = True
                 row += 1
         first += length
     return seen

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from itertools import product
+from dataclasses import replace
+from itertools import chain, product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sp_bench.errors import RequestError
 from sp_bench.plan import intervals
 from sp_bench.plan.dealers import DEALERS
-from sp_bench.plan.documents import Chunked, Documents, PackBlocks, Packed, Window
-from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.documents import Chunked, Documents, Packed, Window
+from sp_bench.plan.layout import LAYOUTS, Shards
 from sp_bench.plan.mask import CAUSAL, FULL
+from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
-from tests.support.dealing import tokens_of
+from tests.support.dealing import places, tokens_of
 from tests.support.packs import packs
 from tests.support.regions import times_computed
-from tests.support.seen import seen
+from tests.support.seen import places_of_kept, seen, seen_of_all, seen_of_whole
 
 names = st.sampled_from([*LAYOUTS, *DEALERS])
 
@@ -30,12 +32,13 @@ def blocks_of(mask: Packed, name: str, n: int) -> PackBlocks:
     return blocks
 
 
-@given(packs(), names, st.integers(1, 6))
+@given(packs(cached=True), names, st.integers(1, 6))
 def test_blocks_compute_each_unmasked_pair_once(mask: Packed, name: str, n: int) -> None:
     blocks = blocks_of(mask, name, n)
     visible, chunks = seen(mask), [tokens_of(blocks.layout, i, n, mask.seqlen) for i in range(n)]
+    of_keys = [places(blocks.keys, i) for i in range(n)]
     for i, j in product(range(n), repeat=2):
-        wanted = visible[np.ix_(chunks[i], chunks[j])]
+        wanted = visible[np.ix_(chunks[i], of_keys[j])]
         kind = blocks.of(i, j)
         found = times_computed(blocks.regions_of(kind), *wanted.shape)
         np.testing.assert_array_equal(found, wanted)
@@ -46,14 +49,49 @@ def test_blocks_compute_each_unmasked_pair_once(mask: Packed, name: str, n: int)
         assert more == 0 if of_runs else more >= 0 or not wanted.any()
 
 
-@given(packs(), names, st.integers(1, 6))
+@given(packs(cached=True), names, st.integers(1, 6))
 def test_pairs_are_the_same_however_many_runs_are_counted_at_once(mask: Packed, name: str, n: int) -> None:
     blocks = blocks_of(mask, name, n)
-    limits = mask.sees(np.arange(mask.seqlen))
+    limits = mask.sees(mask.query_positions)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intervals, "RUNS_AT_ONCE", 2)
-        found = intervals.pair_counts(blocks.owner, blocks.chunks, *limits)
+        found = intervals.pair_counts(blocks.owner, blocks.key_owner, blocks.chunks, *limits)
     np.testing.assert_array_equal(found.ravel(), blocks.pairs)
+
+
+@given(packs(cached=True), names, st.integers(1, 4), st.integers(1, 3))
+def test_every_key_is_dealt_once(mask: Packed, name: str, chunks: int, degree: int) -> None:
+    """By position in each rank's order; those of a rank's own queries, and of histories those that a query sees."""
+    layout = replace(mask.layout(name), head_parallel=degree)
+    n, queries = chunks * degree, Shards(layout, chunks * degree, (mask.seqlen,))
+    keys, seen_somewhere = mask.keys(layout, n), seen_of_all(mask).any(axis=0)
+    each, kept = [places(keys, rank) for rank in range(n)], places_of_kept(mask)
+    assert sorted(np.concatenate(each).tolist()) == list(range(keys.seqlen)) == list(range(len(kept)))
+    if not isinstance(mask, Chunked):  # whose history may have been in other chunks
+        assert not np.delete(seen_somewhere, kept).any()
+        np.testing.assert_array_equal(seen(mask), seen_of_all(mask)[:, kept])
+    for rank in range(n):
+        own = mask.query_positions[places(queries, rank)]
+        assert (np.diff(each[rank]) > 0).all()
+        assert set(own.tolist()) <= set(each[rank].tolist())
+        whole = [*chain(*keys.chunk_positions(rank // degree))]
+        assert [whole[i] for i in chain(*keys.runs(rank))] == each[rank].tolist()
+    assert np.broadcast_to(keys.tokens(np.arange(n)), n).tolist() == [*map(len, each)]
+    assert keys.most == max(map(len, each))
+    in_chunks = np.broadcast_to(keys.chunk_tokens(np.arange(chunks)), chunks)
+    assert keys.largest == in_chunks.max()
+    assert in_chunks.sum() == keys.seqlen
+
+
+def test_a_history_of_documents_by_hand() -> None:
+    """Documents of 4 and 2 queries behind 4 and 3 keys, with a window of 3 keys, on two striped ranks."""
+    mask = Documents((4, 2), left=2).behind([[4], [3]])
+    assert (mask.lengths, mask.queries, mask.seqlen, mask.cached_tokens) == ((6, 4), (4, 2), 6, 7)
+    assert mask.query_positions.tolist() == [2, 3, 4, 5, 8, 9]
+    keys = mask.keys(LAYOUTS["striped"], 2)
+    # Of the histories 0 1 2 3 and 0 1 2 each rank had every other token; seen are the last two.
+    assert [places(keys, rank).tolist() for rank in range(2)] == [[0, 2, 4, 7, 8], [1, 3, 5, 6, 9]]
+    assert mask.pairs(6, 13) == 18
 
 
 @given(packs(), names, st.integers(1, 9))
@@ -111,12 +149,29 @@ def test_the_diagonal_shifts_for_a_document_that_starts_in_mid_stripe() -> None:
     ]
 
 
-@given(packs(), st.integers(1, 40))
+@given(packs(cached=True), st.data())
+def test_parts_of_a_sequence_see_what_it_sees(mask: Packed, data: st.DataObject) -> None:
+    """Of queries start <= q < stop, behind all tokens before them, whichever way these were dealt."""
+    assume(isinstance(mask, Window | Chunked))
+    start, stop = sorted(data.draw(st.lists(st.integers(0, mask.seqlen), min_size=2, max_size=2, unique=True)))
+    before, cut = mask.cached_tokens + start, data.draw(st.integers(0, 30))
+    part = mask.part(start, stop, (min(cut, before), before - min(cut, before)))
+    assert (part.seqlen, part.cached_tokens, type(part)) == (stop - start, before, type(mask))
+    if mask.causal:
+        wanted = seen_of_whole(mask)[start:stop, : mask.cached_tokens + stop]
+        np.testing.assert_array_equal(seen_of_whole(part), wanted)
+
+
+@given(packs(cached=True), st.integers(1, 40))
 def test_scaled(mask: Packed, seqlen: int) -> None:
     small = mask.scaled(min(seqlen, mask.seqlen))
     assert small.seqlen == min(seqlen, mask.seqlen)
     assert (small.causal, type(small)) == (mask.causal, type(mask))
     assert len(small.lengths) <= len(mask.lengths)
+    assert small.cached_tokens <= mask.cached_tokens
+    small.refuse(small.seqlen, small.seqlen + small.cached_tokens)
+    if len(small.lengths) == len(mask.lengths):
+        assert bool(small.new) == bool(mask.new)
 
 
 def test_pairs_that_mfu_counts() -> None:

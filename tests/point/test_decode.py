@@ -40,12 +40,57 @@ def test_documents_are_sequences_of_their_own_lengths() -> None:
     assert request.workload.decoded(request.problem).sequences == 3
 
 
+def test_a_layer_with_a_window_reads_the_end_of_its_caches() -> None:
+    """And costs what a layer with caches of so many tokens does; the attention of gpt-oss-20b has sinks, too."""
+    window, short = (
+        Known(simulate_point(point(*STEP, "method=helix", *more))[0])
+        for more in (("mask=window", "window=[127,0]"), ("kv_seqlen=128",))
+    )
+    for name in ("step_ms_median", "comm_bytes_per_gpu", "cache_bytes", "tflops_per_gpu", "peak_mem_bytes_max"):
+        assert getattr(window, name) == getattr(short, name), name
+    assert (window.kv_seqlen, window.window) == (2**17, [127, 0])
+    several = point(*STEP, "method=helix", "mask=window", "window=[127,0]", "seqlen=3").problem
+    assert several.keys.seqlen == 16 * 130 and several.pairs == 16 * 4 * 3 * 128
+    lengths = ("mask=document", "data=lengths", "data.lengths=[100k,100]", "kv_seqlen=102500", "batch=1")
+    mixed = point(*STEP, "method=dcp", *lengths, "window=[511,0]").problem
+    assert isinstance(mixed.mask, Caches) and mixed.mask.lengths == (512, 100)
+    model = point("model=gpt_oss_20b", "workload=decode", "gpus=8", "batch=4", "kv_seqlen=64k", "method=helix")
+    record = Known(simulate_point(model)[0])
+    assert record.sinks is True and record.cache_bytes == 4 * 16 * 8 * 64 * 2 * 2
+
+
+@pytest.mark.parametrize("more", ["", "mask=window window=[40,0] seqlen=3"])
+@pytest.mark.parametrize("method", ["helix", "tree"])
+def test_measured_steps_with_sinks(method: str, more: str, tmp_path: Path) -> None:
+    asked = ("workload=decode", "cluster=local", "gpus=3", "heads=6", "kv_heads=2", "head_dim=16", "batch=3", "iters=2")
+    request = point(*asked, "kv_seqlen=200", "dtype=float32", "sinks=true", f"method={method}", *more.split())
+    (outcome,) = run_points([request], folder=tmp_path, reuse=False)
+    record = Known(outcome.record)
+    assert (record.status, outcome.record.error) == ("ok", None)
+    assert 0 < record.err_out < 2e-6 and 0 < record.err_timed_out < 2e-6
+    assert record.comm_bytes_per_gpu == pytest.approx(record.comm_bytes_expected)
+    assert not problems_of(tmp_path / f"{record.run_id}.json")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ("method=ring", "method=ring: would send keys, .* method=.*helix.* would work"),
-        ("mask=full", "mask=full: a new token sees all .* mask=causal, or mask=document"),
-        ("mask=window window=[512,0]", "mask=window: a new token sees all"),
+        (
+            "mask=full",
+            "mask=full: a new token sees what is cached .* mask=causal, a causal mask=window, or mask=document",
+        ),
+        ("mask=window window=[512,8]", "mask=window: a new token sees what is cached"),
+        ("mask=chunked chunk=8k", "mask=chunked: a new token sees what is cached"),
+        ("mask=window window=[5,0]", "a cache of 6 keys: each of gpus=8 ranks has a run of every cache; 8 keys"),
+        (
+            "mask=window window=[511,0] seqlen=2 decode.page_tokens=16",
+            "decode.page_tokens=16 with a window: kernels read pages .*; seqlen=1, or decode.page_tokens=null",
+        ),
+        (
+            "mask=document data=lengths data.lengths=[64k,64k] data.cached=[8,8] batch=1",
+            r"data.cached=.8, 8.: are those of parts of prompts: here lengths are those of caches",
+        ),
         ("kv_heads=3", "kv_heads=3: must divide heads=32 .* 8, 16, 32 would work"),
         ("kv_seqlen=7", "a cache of 7 keys: each of gpus=8 ranks .*; 8 keys or more"),
         ("seqlen=4 kv_seqlen=2", "sequence 0 with 2 keys: .* 4 new tokens"),

@@ -29,16 +29,22 @@ def test_as_many_keys_as_queries_is_the_same_point() -> None:
     assert (base.asked().kv_seqlen, more.asked().kv_seqlen) == (None, 2**18)
 
 
+PACK = "mask=document data=lengths data.lengths=[32k,16k,16k]"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ("kv_seqlen=32k", r"kv_seqlen=32768: under mask=causal .* seqlen=65536; kv_seqlen=65536 or more, or mask=full"),
         ("kv_seqlen=0", "kv_seqlen=0: must be a whole number of at least 1"),
         (
-            "kv_seqlen=128k mask=window window=[512,0]",
-            "kv_seqlen=131072: documents and windows .*; kv_seqlen=65536, or",
+            "kv_seqlen=32k mask=window window=[512,0]",
+            "kv_seqlen=32768: keys are those of the seqlen=65536 queries and of histories of 0 tokens; kv_seqlen=65536",
         ),
-        ("kv_seqlen=128k mask=document data=short", "kv_seqlen=131072: documents and windows"),
+        ("kv_seqlen=128k mask=document data=short", "kv_seqlen=131072: keys .* of 0 tokens; .* data.cached says how"),
+        (f"{PACK} data.cached=[1k,0]", "histories of 2 documents: there is one for each of the 3 documents; 0 for one"),
+        (f"{PACK} data.cached=[1k,0,2k] kv_seqlen=66k", "kv_seqlen=67584: keys .* 3072 tokens; kv_seqlen=68608 would"),
+        (f"{PACK} data.cached=[1k,0,2k] model=llama3_8b", "kv_seqlen=68608: workload=train trains on whole sequences"),
         ("kv_seqlen=7 mask=full", "kv_seqlen=7: the contiguous layout for 8 ranks .*; kv_seqlen=8 or more would work"),
         ("v_head_dim=256", "v_head_dim=256: kernels pad values to .* head_dim=128; v_head_dim=128 or less would work"),
         (
@@ -58,6 +64,12 @@ def test_what_is_refused(overrides: str, message: str) -> None:
     [
         ("seqlen=8k kv_seqlen=1M", 2**13 * (2**20 - 2**13) + 2**25),
         ("seqlen=8k kv_seqlen=1k mask=full", 2**23),
+        ("seqlen=8k kv_seqlen=1M mask=window window=[511,0]", 2**13 * 512),
+        ("seqlen=8k kv_seqlen=1000k mask=chunked chunk=3k", 2048 * 1024 + 2 * 1024**2 / 2 + 2 * 3072**2 / 2),
+        (
+            "seqlen=8k mask=document data=lengths data.lengths=[6k,2k] data.cached=[0,64k]",
+            6144**2 / 2 + 2048 * 2**16 + 2048**2 / 2,
+        ),
     ],
 )
 def test_a_simulated_record(overrides: str, pairs: int, tmp_path: Path) -> None:
@@ -100,7 +112,21 @@ def test_pass_q_is_for_long_histories_over_slow_links(tmp_path: Path) -> None:
     assert (pass_q.comm_bytes_per_gpu or 1) < 0.05 * (ring.comm_bytes_per_gpu or 0)
 
 
-@pytest.mark.parametrize("keys", ["kv_seqlen=300", "kv_seqlen=33 mask=full", "kv_seqlen=65 v_head_dim=8"])
+CACHED = "mask=document data=lengths data.lengths=[30,34] data.cached=[99,20]"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "kv_seqlen=300",
+        "kv_seqlen=33 mask=full",
+        "kv_seqlen=65 v_head_dim=8",
+        "kv_seqlen=300 mask=window window=[20,0]",
+        "kv_seqlen=301 mask=chunked chunk=48",
+        f"kv_seqlen=183 {CACHED}",
+        f"kv_seqlen=183 {CACHED} window=[40,0]",
+    ],
+)
 def test_a_measured_record(keys: str, tmp_path: Path) -> None:
     """The gate's sequence and the timed one are compared with fp64, and have as many keys for a query."""
     asked = [point(*SMALL, *keys.split(), f"method={name}") for name in ("mesh", "ulysses", "group_cast")]
@@ -108,7 +134,8 @@ def test_a_measured_record(keys: str, tmp_path: Path) -> None:
         record = outcome.record
         assert record.status == "ok", record.error
         assert record.err_dk is not None and max(record.err_dk, record.err_timed_dv or 0) < 2e-6
-        assert record.comm_bytes_per_gpu == record.comm_bytes_expected
+        formula = record.comm_bytes_expected  # of packs only casts have one
+        assert formula == record.comm_bytes_per_gpu or (formula is None and record.method != "group_cast")
         assert not problems_of(tmp_path / f"{record.run_id}.json")
     frame = records.load(tmp_path)
     assert set(frame["kv_seqlen"]) == {int(keys.split()[0].partition("=")[2])}

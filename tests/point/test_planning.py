@@ -13,8 +13,9 @@ from sp_bench.methods import build
 from sp_bench.packing import lengths_of
 from sp_bench.plan import casts, demand
 from sp_bench.plan.costs import COMPUTE_BOUND
-from sp_bench.plan.documents import Documents, PackBlocks
+from sp_bench.plan.documents import Documents
 from sp_bench.plan.ops import Gathered
+from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.point import planning
 from sp_bench.point.choose import choose

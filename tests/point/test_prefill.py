@@ -62,6 +62,68 @@ def test_chunks_are_attention_points_behind_what_is_cached(method: str) -> None:
     assert whole.kv_cache_bytes == 36 * 2**10 // 8 * 2 * 8 * 128 * 2
 
 
+@pytest.mark.parametrize("method", ["ring", "group_cast"])
+def test_chunks_under_a_window_send_what_one_behind_a_history_does(method: str) -> None:
+    """In one layout: the end of earlier chunks lies where these were dealt."""
+    window = ("mask=window", "window=[1023,0]", f"method={method}", "method.layout=contiguous")
+    whole = prompt(*window, "seqlen=24k", "prefill.chunk=8k")
+    first, later = (attention(*window, "seqlen=8k", f"kv_seqlen={keys}") for keys in ("8k", "16k"))
+    assert whole.chunk_ms == pytest.approx([each.step_ms_median for each in (first, later, later)])
+    assert whole.comm_bytes_per_gpu == pytest.approx(first.comm_bytes_per_gpu + 2 * later.comm_bytes_per_gpu)
+    assert whole.layout == "contiguous" and whole.chunks == 3
+    flops = 4 * 32 * 128 * (24 * 2**10 * 1024 - 1023 * 512)
+    assert whole.tflops_per_gpu == pytest.approx(flops / 8 / whole.step_ms_median / 1e9)
+    assert whole.kv_cache_bytes == (1023 + 2**10) * 2 * 8 * 128 * 2, "the last rank has the end of the history"
+
+
+@pytest.mark.parametrize(("model", "full", "layers"), [("gpt_oss_20b", 12, 24), ("gemma3_27b", 10, 62)])
+def test_layers_of_two_kinds(model: str, full: int, layers: int) -> None:
+    """Times, bytes and caches of each kind are those of its layers alone, in the layout that is best for all."""
+    asked = ("gpus=8", "cluster=h100_ndr400", "workload=prefill", "method=ring", "seqlen=64k", "prefill.chunk=16k")
+    asked = (f"model={model}", *asked, "method.layout=zigzag")
+    both = Known(simulate_prefill(point(*asked)))
+    alone = [
+        Known(simulate_prefill(point(*asked, "model.full_every=null", *more)))
+        for more in (("mask=causal", "window=null"), ())
+    ]
+    shares = (full / layers, 1 - full / layers)
+
+    def summed(name: str) -> object:
+        values = [getattr(each, name) for each in alone]
+        return pytest.approx(sum(share * value for share, value in zip(shares, values, strict=True)))
+
+    assert both.full_layers == full
+    for name in ("attention_ms", "comm_bytes_per_gpu", "comm_bytes_lower_bound", "kv_cache_bytes", "bound_ms"):
+        assert getattr(both, name) == summed(name), name
+    assert both.dense_ms == pytest.approx(alone[0].dense_ms)
+    assert both.mfu * both.ttft_s == pytest.approx(
+        sum(share * each.mfu * each.ttft_s for share, each in zip(shares, alone, strict=True))
+    )
+    assert both.ttft_s < alone[0].ttft_s and both.peak_mem_bytes_max < alone[0].peak_mem_bytes_max
+    assert both.record.sinks == (True if model == "gpt_oss_20b" else None)
+
+
+def test_measured_prompts_with_windows_and_sinks(tmp_path: Path) -> None:
+    """Bytes and memory are those of the plans and a cache for all of the prompt, and errors those of roundings."""
+    asked = ("cluster=local", "gpus=3", "seqlen=192", "heads=6", "head_dim=16", "dtype=float32", "iters=2", "warmup=0")
+    each = (
+        "method=ring mask=window window=[50,0]",
+        "method=group_cast mask=chunked chunk=100",
+        "method=mesh mask=causal",
+    )
+    more = ("workload=prefill", "prefill.chunk=60", "prefill.cached=30", "sinks=true")
+    requests = [point(*asked, *more, *one.split()) for one in each]
+    for outcome in run_points(requests, folder=tmp_path, reuse=False):
+        record = Known(outcome.record)
+        assert (record.status, outcome.record.error) == ("ok", None)
+        assert 0 < record.err_out < 2e-6 and 0 < record.err_timed_out < 2e-6
+        assert record.chunks == 4 and record.sinks is True
+        expected = outcome.record.comm_bytes_expected
+        assert expected is None or expected == record.comm_bytes_per_gpu
+        assert 0.7 < record.peak_mem_bytes_max / record.peak_mem_bytes_expected < 1.03, "rounded to the arena's steps"
+    assert [problems_of(path) for path in tmp_path.glob("*.json") if path.name.count(".") == 1] == [[]] * len(each)
+
+
 def test_smaller_chunks_send_more_and_hold_less() -> None:
     """Ring passes every key of the history round again for each chunk."""
     records = [prompt("method=ring", "seqlen=128k", f"prefill.chunk={chunk}") for chunk in ("null", "32k", "8k")]
@@ -149,9 +211,12 @@ def test_a_model_that_does_not_fit_says_what_would() -> None:
         ("prefill.cached=9", "prefill.cached=9: must be a multiple of the 8 ranks.*; prefill.cached=8 would work"),
         ("prefill.cached=-1", "prefill.cached=-1: must be a whole number of at least 0"),
         ("kv_seqlen=128k", "kv_seqlen=131072: workload=prefill counts its keys itself"),
-        ("mask=full", "mask=full: is not that of a prompt.*; mask=causal would work"),
+        ("mask=full", "mask=full: is not that of a prompt.*; mask=causal, window or chunked would work"),
         ("mask=full prefill.cached=8k", "mask=full: is not that of a prompt"),
-        ("mask=window window=[512,0]", "mask=window: is not that of a prompt"),
+        ("mask=window window=[512,8]", "causal=false: is not that of a prompt, whose later tokens"),
+        ("mask=chunked chunk=8k causal=false", "causal=false: is not that of a prompt"),
+        ("mask=window window=[512,0] method.layout=blocks", "method.layout=blocks: deals documents, and mask=causal"),
+        ("model=gemma3_27b workload=prefill mask=causal window=null", "model.full_every=6: sets layers apart"),
         ("mask=document data=short prefill.cached=8k", "mask=document: is not that of a prompt"),
         (
             "method=peer impl=torch_context_parallel cluster=local dtype=float32 seqlen=1k gpus=2",

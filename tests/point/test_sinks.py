@@ -75,10 +75,6 @@ def test_measured_points_with_sinks(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         ("sinks=perhaps", "sinks=perhaps: must be true or false"),
-        (
-            "sinks=true workload=prefill",
-            "sinks=true: are of workload=attention and workload=train: workload=prefill has",
-        ),
         ("sinks=true model=flux_like phase=forward", "sinks=true: are of .*: workload=dit has none"),
         ("sinks=maybe model=llama3_8b", "sinks=maybe: must be true or false"),
         ("sinks=true cuda_graph=true", "sinks=true cuda_graph=true: are summed by the host"),

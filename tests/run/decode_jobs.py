@@ -37,13 +37,16 @@ class Case(NamedTuple):
     dtype: str = "float32"
     options: tuple[tuple[str, object], ...] = ()
     page: int | None = None
+    left: int | None = None
+    """The window's keys before a token; the lengths are then those of what is left of caches."""
+    sinks: bool = False
     in_place: bool = False
     """Whether its kernel reads the pages as they lie."""
 
     @property
     def problem(self) -> Problem:
         """Its attention: query heads of a key head are rows."""
-        mask = Caches(self.lengths, self.new, self.heads // self.kv_heads, self.page)
+        mask = Caches(self.lengths, self.new, self.heads // self.kv_heads, self.page, self.left)
         shape = {"seqlen": mask.seqlen, "kv_seqlen": mask.kv_seqlen, "heads": self.kv_heads, "kv_heads": self.kv_heads}
         widths = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim, "absorbed": self.latent}
         return Problem(n=self.n, **shape, **widths, mask=mask, dtype=self.dtype, layout=mask.layout("auto"))
@@ -80,15 +83,22 @@ def _error(case: Case, group) -> Error:
     engine = Engine(plans, problem, "auto", torch.device("cpu"), rank=rank, transport=transport)
     assert case.in_place == reads_in_place(engine.kernel, problem)
     given = q if problem.queries_everywhere else q[:, rows]
-    out = None
+    out, sinks = None, _sinks(case) if case.sinks else None
     for _ in range(2):  # the second one uses the same buffers
-        out, _ = engine.forward(given.clone(), *in_pages(problem, rank, k[:, keys].clone(), v[:, keys].clone()))
+        out, _ = engine.forward(
+            given.clone(), *in_pages(problem, rank, k[:, keys].clone(), v[:, keys].clone()), sinks=sinks
+        )
     sent = sum(engine.transport.sent_bytes.values())
     engine.close()
     values = k[..., : problem.value_dim] if case.latent else v
     wanted = _dense(case, q.double(), k.double(), values.double())[:, rows]
     relative = float((there(out).double() - wanted).norm() / wanted.norm())
     return Error(relative, sent, 2 * method.bytes_sent(case.problem, "forward"))
+
+
+def _sinks(case: Case) -> Tensor:
+    """Scores of sinks by key head and query head in it."""
+    return torch.linspace(-3, 4, case.heads, dtype=torch.float64).view(case.kv_heads, -1)
 
 
 def _whole(case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,9 +121,12 @@ def _dense(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for length in case.lengths:
         for token in range(case.new):
             stop = first + length - case.new + token + 1
-            for _ in range(share):
-                scores = torch.einsum("hd,khd->hk", q[0, row], k[0, first:stop]) / math.sqrt(case.head_dim)
-                out[0, row] = torch.einsum("hk,khd->hd", scores.softmax(1), v[0, first:stop])
+            start = first if case.left is None else max(first, stop - 1 - case.left)
+            for member in range(share):
+                scores = torch.einsum("hd,khd->hk", q[0, row], k[0, start:stop]) / math.sqrt(case.head_dim)
+                sinks = _sinks(case)[:, member, None] if case.sinks else scores.new_full((case.kv_heads, 1), -math.inf)
+                shares = torch.cat([scores, sinks.to(scores)], 1).softmax(1)[:, :-1]
+                out[0, row] = torch.einsum("hk,khd->hd", shares, v[0, start:stop])
                 row += 1
         first += length
     return out

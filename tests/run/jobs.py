@@ -69,7 +69,7 @@ def find_differences_with_sinks(cases: Sequence[Case]) -> dict[Case, tuple[Diffe
         attention, whole = case.attention(group), case.inputs(case.seqlen)
         leaves = [x.requires_grad_() for x in shards(attention, whole)[:3]]
         sinks = sinks_of(case.heads).requires_grad_()
-        out = attention(*leaves, seqlen=case.seqlen, kv_seqlen=case.kv_seqlen, sinks=sinks)
+        out = attention(*leaves, seqlen=case.seqlen, kv_seqlen=case.keys, sinks=sinks)
         *gradients, of_sinks = torch.autograd.grad(out, [*leaves, sinks], shards(attention, whole)[3])
         if case.n > 1:
             dist.all_reduce(of_sinks, group=group)
@@ -97,7 +97,7 @@ def find_sent(cases: Sequence[Case]) -> dict[Case, tuple[dict, dict]]:
             continue
         attention, full = case.attention(group), case.inputs(case.seqlen)
         leaves = [x.requires_grad_() for x in shards(attention, full)[:3]]
-        out = attention(*leaves, seqlen=case.seqlen, kv_seqlen=case.kv_seqlen)
+        out = attention(*leaves, seqlen=case.seqlen, kv_seqlen=case.keys)
         after_forward = dict(attention.sent_bytes)
         out.backward(attention.shard(full.dout_BSHD))
         found[case] = (after_forward, dict(attention.sent_bytes))

@@ -10,7 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sp_bench import account
+from sp_bench import SequenceParallelAttention, account, documents
+from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.documents import Chunked, Documents, Packed, Window
@@ -33,6 +34,15 @@ PACKS = (
     Window((61,), causal=False, left=20, right=3),
     Chunked.of(16, 70),
 )
+CACHED = (
+    Documents((13, 1, 2, 30, 5)).behind([[20], [3, 40], [], [100], [1]]),
+    Documents((3, 50, 4), causal=False).behind([[9], [], [70]]),
+    Documents((41, 9, 16), left=6).behind([[30], [2], [8, 8]]),
+    Window((57,), left=20).behind([[24, 16, 17]]),
+    Window((61,), causal=False, left=20, right=3).behind([[300]]),
+    Chunked.of(48, 70, cached=(32, 40, 40)),
+)
+"""Behind histories, some in stretches that were dealt one by one."""
 
 OF_THEIR_HEADS = ("all_gather", "mesh", "tasp")
 """Methods whose variants are for a number of key heads."""
@@ -78,8 +88,33 @@ def test_many_methods_and_dealings(ranks: Ranks, n: int) -> None:
     assert_exact(ranks, (case for turn, pack in enumerate(PACKS) for case in some_cases_of(n, pack, 12, turn)))
 
 
+@pytest.mark.parametrize("n", [2, 3, *map(exhaustive, (4, 6, 8))])
+def test_behind_histories(ranks: Ranks, n: int) -> None:
+    each = 4 if n < 4 else 12
+    assert_exact(ranks, (case for turn, pack in enumerate(CACHED) for case in some_cases_of(n, pack, each, turn)))
+
+
+def test_keys_of_a_pack_behind_histories_are_sharded_and_gathered() -> None:
+    """On one rank; what no query sees is left out, and 0 when it is gathered."""
+    attention = SequenceParallelAttention("ring", mask=documents([3, 2], window=(1, 0), histories=[4, 0]))
+    keys = torch.arange(1.0, 10.0).view(1, 9, 1, 1)
+    assert attention.positions(9, history=4).tolist() == [3, 4, 5, 6, 7, 8]
+    own = attention.shard(keys, history=4)
+    assert own.flatten().tolist() == [4, 5, 6, 7, 8, 9]
+    assert attention.unshard(own, history=4).flatten().tolist() == [0, 0, 0, 4, 5, 6, 7, 8, 9]
+    with pytest.raises(RequestError, match="history=3 of 9 tokens: the mask has 5 queries behind .* of 4 tokens"):
+        attention.shard(keys, history=3)
+    with pytest.raises(RequestError, match="histories of 1 documents: there is one for each of the 2 documents"):
+        documents([3, 2], histories=[4])
+    q = torch.randn(1, 5, 2, 16)
+    out = attention(q, torch.randn(1, 6, 2, 16), torch.randn(1, 6, 2, 16))
+    assert out.shape == q.shape
+    with pytest.raises(RequestError, match="rank 0 of 1 owns 6 tokens of 6"):
+        attention(q, *(torch.randn(1, 9, 2, 16) for _ in range(2)))
+
+
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(pack=packs(), n=st.sampled_from([1, 2, 3, 4, 6, 8]), turn=st.integers(0, 10))
+@given(pack=packs(cached=True), n=st.sampled_from([1, 2, 3, 4, 6, 8]), turn=st.integers(0, 10))
 def test_any_pack(ranks: Ranks, pack: Packed, n: int, turn: int) -> None:
     assert_exact(ranks, some_cases_of(n, pack, 3, turn))
 
@@ -131,7 +166,7 @@ def test_short_documents_that_are_dealt_whole_send_nothing(ranks: Ranks) -> None
 @pytest.mark.parametrize("n", [3, exhaustive(8)])
 def test_every_rank_sends_what_is_counted(ranks: Ranks, n: int) -> None:
     """By tensor and field: the plan's transfers, less what nobody needs."""
-    cases = [case for pack in PACKS for case in some_cases_of(n, pack, 5)]
+    cases = [case for pack in (*PACKS, *CACHED) for case in some_cases_of(n, pack, 5)]
     answers = ranks.run(jobs.find_sent, cases)
     for case in cases:
         forward, backward = (case.built.plan(case.problem, phase, case.costs) for phase in PHASES)

@@ -26,7 +26,7 @@ from sp_bench.plan.mask import CAUSAL, Mask
 from sp_bench.workload.exactness import NAMES
 from tests.support.bounds import too_far
 from tests.support.problems import mask_of
-from tests.support.seen import seen
+from tests.support.seen import seen_of_whole
 
 BATCH, HEADS, HEAD_DIM = 2, 4, 16
 
@@ -83,15 +83,21 @@ class Case:
         return self.pack.seqlen if self.pack else self.n * self.tokens + self.more
 
     @property
+    def keys(self) -> int | None:
+        """All keys if they are others than queries, those of a pack's histories that no query sees included."""
+        cached = self.pack.cached_tokens if self.pack else 0
+        return self.seqlen + cached if cached else self.kv_seqlen
+
+    @property
     def mask(self) -> Mask:
         return self.pack or mask_of(self.causal)
 
     def inputs(self, seqlen: int, seed: int = 0) -> Inputs:
-        whole = inputs(seqlen, self.kv_heads, self.dtype, seed, self.heads, self.kv_seqlen, self.v_head_dim)
+        whole = inputs(seqlen, self.kv_heads, self.dtype, seed, self.heads, self.keys, self.v_head_dim)
         return Inputs(*(x[: self.batch] for x in whole))
 
     def reference(self, seqlen: int) -> Results:
-        whole = reference(seqlen, self.kv_heads, self.dtype, self.mask, self.heads, self.kv_seqlen, self.v_head_dim)
+        whole = reference(seqlen, self.kv_heads, self.dtype, self.mask, self.heads, self.keys, self.v_head_dim)
         return Results(*(x[: self.batch] for x in whole))
 
     @property
@@ -117,7 +123,7 @@ class Case:
         return Problem(
             n=self.n,
             seqlen=self.seqlen,
-            kv_seqlen=self.kv_seqlen,
+            kv_seqlen=self.keys,
             batch=self.batch,
             heads=self.heads,
             kv_heads=self.kv_heads,
@@ -198,11 +204,11 @@ def with_sinks(case: Case) -> tuple[Results, Tensor, Tensor]:
     leaves = [x.double().requires_grad_() for x in case.inputs(case.seqlen)[:3]]
     sinks = sinks_of(case.heads).requires_grad_()
     q, k, v = (x.repeat_interleave(case.heads // x.shape[2], dim=2) for x in leaves)
-    keys = case.kv_seqlen or case.seqlen
+    keys = case.keys or case.seqlen
     scores = torch.einsum("bshd,bthd->bhst", q, k) / math.sqrt(q.shape[3])
     visible = torch.ones(case.seqlen, keys, dtype=torch.bool)
     if case.pack:
-        visible = torch.from_numpy(seen(case.pack))
+        visible = torch.from_numpy(seen_of_whole(case.pack))
     elif case.causal:
         visible = visible.tril(keys - case.seqlen)
     scores = scores.masked_fill(~visible, -math.inf)
@@ -249,7 +255,7 @@ def reference(
     leaves = [x.requires_grad_() if x.requires_grad else x.clone().requires_grad_() for x in (q, k, v)]
     q_BHSD, k_BHSD, v_BHSD = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in leaves)
     with sdpa_kernel(SDPBackend.MATH):
-        visible = torch.from_numpy(seen(mask)) if isinstance(mask, Packed) else None
+        visible = torch.from_numpy(seen_of_whole(mask)) if isinstance(mask, Packed) else None
         if mask == CAUSAL:  # the queries are the last tokens
             everything = torch.ones(seqlen, kv_seqlen or seqlen, dtype=torch.bool)
             visible = everything.tril((kv_seqlen or seqlen) - seqlen)

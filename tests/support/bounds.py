@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from sp_bench.plan.documents import Packed
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.problem import Problem
 from sp_bench.workload import RankContext
@@ -47,6 +48,8 @@ def roundings(problem: Problem, inputs: Sequence[Tensor]) -> Mapping[str, float]
     one = replace(problem.in_one_slice, n=1, wire_dtype="", layout=LAYOUTS["contiguous"])
     context = RankContext(0, torch.device("cpu"), lambda plans, ctas: _none(), alive=lambda: None)
     q, k, v, dout = inputs
+    if isinstance(one.mask, Packed) and one.mask.new:
+        k, v = (x[:, one.mask.key_places] for x in (k, v))
     nothing: dict[str, Tensor] = dict(zip(NAMES, map(torch.zeros_like, (dout, q, k, v)), strict=True))
     sample = all_rows(one, 0)
     return errors_of_rows(one, context, (q, k, v, dout), sample.of(nothing), sample).rounding

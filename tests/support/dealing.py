@@ -9,13 +9,18 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from sp_bench.plan.layout import LAYOUTS, Layout
+from sp_bench.plan.layout import LAYOUTS, Layout, Shards
 
 layouts = st.sampled_from(list(LAYOUTS.values()))
 
 
 def tokens_of(layout: Layout, rank: int, n: int, seqlen: int) -> np.ndarray:
     return np.array(list(chain(*layout.positions(rank, n, seqlen))), int)
+
+
+def places(shards: Shards, rank: int) -> np.ndarray:
+    """The positions of the tokens that a rank owns."""
+    return np.array(list(chain(*shards.positions(rank))), int)
 
 
 class Dealt(NamedTuple):

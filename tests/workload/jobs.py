@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.measure.pool import report
+from sp_bench.plan.documents import Packed
 from sp_bench.run.engine import Engine, Saved
 from sp_bench.run.executor import Action
 from sp_bench.run.nccl import transport_for
 from sp_bench.workload import Denoise, RankContext, Spec, Train
-from sp_bench.workload.attention_step import make_engine, make_engines
+from sp_bench.workload.attention_step import make_engine, make_engines, sinks_of
 from sp_bench.workload.denoiser import Denoiser
 from sp_bench.workload.dit_gate import Seen
 from sp_bench.workload.prefill_step import PrefillStep
 from sp_bench.workload.train_gate import ExactAttention, compared, on_one_process
 from sp_bench.workload.trainer import Trainer
 from tests.support.ranks import group_of
+from tests.support.seen import seen
 from tests.support.typed import of_kind
 
 CPU = torch.device("cpu")
@@ -112,8 +115,9 @@ def prompt_errors(specs: Sequence[Spec]) -> list[float]:
         by_rank: list = [None] * spec.problem.n
         dist.all_gather_object(by_rank, (own.before, mine), group=group)
         q, k, v, out = (torch.cat(each, 1).double() for each in zip(*_in_order(spec, by_rank), strict=True))
-        before = [torch.cat([cached[i] for cached, _ in by_rank], 1).double() for i in range(2)]
-        exact = _causal(q, torch.cat([before[0], k], 1), torch.cat([before[1], v], 1))
+        before = _before(spec, [cached for cached, _ in by_rank])
+        sinks = sinks_of(spec, spec.problem, torch.device("cpu"))
+        exact = _causal(q, torch.cat([before[0], k], 1), torch.cat([before[1], v], 1), _visible(spec), sinks)
         found.append(float((out - exact).norm() / exact.norm()))
     return found
 
@@ -128,14 +132,41 @@ def _in_order(spec: Spec, by_rank: Sequence) -> Iterator[list[torch.Tensor]]:
         yield [torch.cat(each, 1)[:, order] for each in of_ranks]
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _before(spec: Spec, by_rank: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Keys and values that were cached before the first chunk, in the order of positions."""
+    keys = spec.attentions[0].problem.keys
+    held = [cached[0].shape[1] for cached in by_rank]
+    places = [[*chain(*keys.positions(rank))][: held[rank]] for rank in range(keys.n)]
+    order = torch.tensor([*chain(*places)], dtype=torch.int64).argsort()
+    return [torch.cat([cached[i] for cached in by_rank], 1)[:, order].double() for i in range(2)]
+
+
+def _visible(spec: Spec) -> torch.Tensor:
+    """Whether each query of a prompt sees each key, of those that the first chunk sees on: (queries, keys)."""
+    problems = [chunk.problem for chunk in spec.attentions]
+    queries, held = sum(each.seqlen for each in problems), problems[0].keys.seqlen - problems[0].seqlen
+    found, start = torch.ones(queries, held + queries, dtype=torch.bool).tril(held), 0
+    for each in problems:
+        if isinstance(mask := each.mask, Packed):
+            stop = start + each.seqlen
+            found[start:stop] = False
+            found[start:stop, held + stop - each.keys.seqlen : held + stop] = torch.from_numpy(seen(mask))
+        start += each.seqlen
+    return found
+
+
+def _causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """Attention of queries that are the last of the keys' tokens: (B, S, H, D) each."""
     shared = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(shared, 2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
-    places = torch.arange(k.shape[1] - q.shape[1], k.shape[1])
-    scores.masked_fill_(torch.arange(k.shape[1]) > places[:, None], -torch.inf)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+    scores.masked_fill_(~visible, -torch.inf)
+    more = scores.new_full((*scores.shape[:3], 1), -torch.inf)
+    if sinks is not None:
+        more[:] = sinks[:, None, None]
+    return torch.einsum("bhqk,bkhd->bqhd", torch.cat([scores, more], 3).softmax(-1)[..., :-1], v)
 
 
 def denoising_errors(specs: Sequence[Spec]) -> list[tuple[float, float | None]]:

@@ -89,6 +89,36 @@ def test_chunks_are_the_whole_prompt_with_every_method(ranks: Ranks, methods: tu
     assert_exact(ranks, [f"method={name} {shape}" for name in methods])
 
 
+LIMITED = ("mask=window window=[20,0]", "mask=window window=[90,0]", "mask=chunked chunk=22")
+
+
+@pytest.mark.parametrize("methods", [("ring", "usp", "mesh", "pass_q", "group_cast"), exhaustive(METHODS)], ids=len)
+def test_windows_and_chunks_of_a_mask_see_the_end_of_earlier_ones(ranks: Ranks, methods: tuple[str, ...]) -> None:
+    """Also with sinks, and with what was dealt in pieces of other lengths."""
+    shape = "gpus=4 heads=4 kv_heads=4 seqlen=75 prefill.chunk=16 prefill.cached=12 method.layout=zigzag"
+    each = [(name, LIMITED[i % 3], i % 2 == 0) for i, name in enumerate(methods)]
+    assert_exact(ranks, [f"method={name} {mask} sinks={sinks} {shape}" for name, mask, sinks in each])
+
+
+@settings(max_examples=6)
+@given(
+    method=st.sampled_from(["ring", "usp", "mesh", "group_cast"]),
+    gpus=st.sampled_from([1, 2, 4, 8]),
+    each=st.integers(2, 9),
+    chunks=st.integers(1, 4),
+    cached=st.integers(0, 5),
+    left=st.integers(0, 60),
+    layout=st.sampled_from(["contiguous", "striped", "zigzag", "auto"]),
+)
+def test_any_window_over_a_cache(
+    ranks: Ranks, method: str, gpus: int, each: int, chunks: int, cached: int, left: int, layout: str
+) -> None:
+    layout = layout if method in ("ring", "usp") or layout != "striped" else "zigzag"
+    lengths = f"seqlen={chunks * each * gpus} prefill.chunk={each * gpus} prefill.cached={cached * gpus}"
+    asked = f"method={method} gpus={gpus} heads=8 kv_heads=4 method.layout={layout} mask=window window=[{left},0]"
+    assert_exact(ranks, [f"{asked} {lengths}"])
+
+
 @settings(max_examples=6)
 @given(
     method=st.sampled_from(["ring", "usp", "mesh", "all_gather", "tokenring"]),

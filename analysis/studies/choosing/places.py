@@ -26,9 +26,9 @@ TIE = 0.02
 Key = tuple[str, int, str, int]
 """Cluster, KV heads, seqlen, GPUs."""
 EVERY_VARIANT: tuple[Key, ...] = (("h100_ndr400", 32, "512k", 64), ("h100_ndr400", 32, "2M", 256))
-"""Where time is shown against memory, of all variants."""
+"""Attentions whose time is shown against memory, of all variants."""
 TILED_GPUS = (64, 256)
-"""Where all tiles of Mesh are compared."""
+"""Numbers of GPUs on which all tiles of Mesh are compared."""
 Grid = dict[tuple[Key, str], Record]
 KEYS: tuple[Key, ...] = tuple(product(CLUSTERS, KV_HEADS, SEQLENS, GPUS))
 

@@ -1,0 +1,294 @@
+"""The blocks of packs of documents and windows: which pairs of chunks compute what, counted for all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from sp_bench.plan.intervals import pair_counts, runs_of
+from sp_bench.plan.layout import Positions, Shards
+from sp_bench.plan.mask import Blocks, Part
+from sp_bench.plan.regions import Regions
+
+
+class Pack(Protocol):
+    """Documents packed into one sequence, as plan.documents has them: what their blocks ask of a pack."""
+
+    @property
+    def new(self) -> tuple[int, ...]:
+        """Tokens of each document that are queries; empty for all of them."""
+        ...
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Keys of each document."""
+        ...
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """Queries of each document."""
+        ...
+
+    @property
+    def edges(self) -> Any:
+        """The first key of each document, and how many there are: (documents + 1,)."""
+        ...
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a window limits what a query sees."""
+        ...
+
+    @property
+    def query_positions(self) -> Any:
+        """The position of each query among the keys: (seqlen,)."""
+        ...
+
+    @property
+    def work_of_documents(self) -> np.ndarray:
+        """(query, key) pairs of each document: (documents,)."""
+        ...
+
+    def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The first key that the query at each position sees, and the key behind the last one."""
+        ...
+
+    def regions(self, q: Positions, kv: Positions) -> Regions:
+        """The regions between query and key chunks at these positions."""
+        ...
+
+
+class Shapes(NamedTuple):
+    """The mean size of the pieces that a block falls into: queries and keys of the same document. (classes,) each."""
+
+    pieces: np.ndarray
+    q_tokens: np.ndarray
+    kv_tokens: np.ndarray
+
+
+class Seen(NamedTuple):
+    """The keys of other chunks that the queries of one chunk see, in groups: by document, or by run of a window."""
+
+    keys: np.ndarray
+    """How many a query sees, rising in a group: (queries,)."""
+    behind: np.ndarray
+    """How many more queries its group has behind it: (queries,)."""
+    first: np.ndarray
+    """The first query of each group: (groups,)."""
+    queries: np.ndarray
+    """How many each group has: (groups,)."""
+
+
+@dataclass(frozen=True)
+class PackBlocks(Blocks):
+    """The blocks of a pack: each pair of chunks is a class of its own, whose regions are found when they are asked for.
+
+    Counts of pairs are an array over all pairs of chunks.
+    """
+
+    mask: Pack  # pyright: ignore[reportIncompatibleVariableOverride]
+    found: dict[int, Regions] = field(default_factory=dict, compare=False, repr=False)
+
+    def of(self, q_rank, kv_rank):
+        degree = self.layout.head_parallel
+        return q_rank // degree * self.chunks + kv_rank // degree
+
+    @property
+    def numbering(self) -> Hashable:
+        return self.n, self.layout.head_parallel
+
+    def regions_of(self, kind: int) -> Regions:
+        if kind not in self.found:
+            q, kv = divmod(int(kind), self.chunks)
+            pair = self._queries(q), self.keys.chunk_positions(kv)
+            self.found[kind] = self.mask.regions(*pair) if self.computes[kind] else ()
+        return self.found[kind]
+
+    @property
+    def classes(self) -> int:
+        return self.chunks**2
+
+    @cached_property
+    def owner(self) -> np.ndarray:
+        """The chunk of each query: (seqlen,)."""
+        return _owner(self.queries)
+
+    @cached_property
+    def key_owner(self) -> np.ndarray:
+        """The chunk of each key: (keys,)."""
+        return _owner(self.keys) if self.mask.new else self.owner
+
+    @cached_property
+    def pairs(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
+        seen = self.mask.sees(self.mask.query_positions)
+        return pair_counts(self.owner, self.key_owner, self.chunks, *seen).ravel()
+
+    @cached_property
+    def computes(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether any pair of each class is computed, (classes,): found without counting pairs."""
+        if self._runs is None:
+            return self.pairs > 0
+        (chunk, start, stop), (owner, begin, _) = self._runs
+        # The queries of a run see neighbouring keys, all together.
+        first, behind = self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
+        change = np.zeros((self.chunks, begin.size + 1), np.int32)
+        np.add.at(change, (chunk, np.searchsorted(begin, first, "right") - 1), 1)
+        np.add.at(change, (chunk, np.searchsorted(begin, behind - 1, "right")), -1)
+        seen = change.cumsum(axis=1)[:, np.argsort(owner, kind="stable")] > 0
+        keys, begins = np.unique(np.sort(owner), return_index=True)
+        found = np.zeros((self.chunks, self.chunks), bool)
+        found[:, keys] = np.logical_or.reduceat(seen, begins, axis=1)
+        return found.ravel()
+
+    @cached_property
+    def keys_seen(self) -> np.ndarray:
+        """How many keys of each block some query of it sees: (classes,). Of chunks that are no runs of neighbours, all
+        that are of the same documents.
+        """
+        if self._runs is None:
+            return self.shapes.pieces * self.shapes.kv_tokens
+        (chunk, start, stop), (owner, begin, end) = self._runs
+        first, behind = self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
+        # Cells of keys that are all seen by a run of queries, or none of them.
+        edges = np.unique(np.concatenate([begin, end, first, behind]))
+        cells, tokens = edges[:-1], np.diff(edges)
+        of_cells = owner[np.searchsorted(begin, cells, "right") - 1]
+        begins, ends = (np.searchsorted(cells, keys, "right") for keys in (first, behind - 1))
+        found = np.empty((self.chunks, self.chunks))
+        for each in range(self.chunks):
+            there = np.bincount(begins[chunk == each] - 1, minlength=cells.size + 1)
+            there -= np.bincount(ends[chunk == each], minlength=cells.size + 1)
+            seen = np.cumsum(there[:-1]) > 0
+            found[each] = np.bincount(of_cells[seen], tokens[seen], self.chunks)
+        return found.ravel()
+
+    @cached_property
+    def _runs(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...] | None:
+        """The runs of neighbours that queries and keys are dealt as (_runs_by_chunk); None where some are none."""
+        by_queries = _runs_by_chunk([self._queries(chunk) for chunk in range(self.chunks)])
+        by_keys = by_queries
+        if self.mask.new:
+            by_keys = _runs_by_chunk([self.keys.chunk_positions(chunk) for chunk in range(self.chunks)])
+        return None if by_queries is None or by_keys is None else (by_queries, by_keys)
+
+    def parts(self, *, keys: bool) -> Sequence[Part]:
+        """Whole chunks: a kernel for variable lengths returns all rows."""
+        return [Part(1.0, False)] * self.classes
+
+    @property
+    def narrows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True: most blocks compute a part of their rows."""
+        return True
+
+    @property
+    def skips_queries(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """False: all rows of a chunk travel together."""
+        return False
+
+    @cached_property
+    def tokens_of_documents(self) -> np.ndarray:
+        """Queries of each document in each chunk: (documents, chunks)."""
+        return self._by_document(self.mask.queries, self.owner)
+
+    @cached_property
+    def keys_of_documents(self) -> np.ndarray:
+        """Keys of each document in each chunk: (documents, chunks)."""
+        return self._by_document(self.mask.lengths, self.key_owner) if self.mask.new else self.tokens_of_documents
+
+    def _by_document(self, lengths: Sequence[int], owner: np.ndarray) -> np.ndarray:
+        documents = np.arange(len(lengths))
+        cell = np.repeat(documents, lengths) * self.chunks + owner
+        return np.bincount(cell, minlength=documents.size * self.chunks).reshape(documents.size, -1)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """The mean pieces of each block. A kernel call takes them together."""
+        queries, keys = self.tokens_of_documents.astype(float), self.keys_of_documents.astype(float)
+        asking, there = (queries > 0).astype(float), (keys > 0).astype(float)
+        pieces, q_tokens, kv_tokens = asking.T @ there, queries.T @ there, asking.T @ keys
+        divided = np.maximum(pieces, 1)
+        return Shapes(pieces.ravel(), (q_tokens / divided).ravel(), (kv_tokens / divided).ravel())
+
+    @property
+    def imbalance(self) -> float:
+        """(query, key) pairs of the chunk with most of them over the mean of all."""
+        work = self.pairs.reshape(self.chunks, self.chunks).sum(axis=1)
+        return float(work.max() / work.mean())
+
+    @property
+    def remote_tokens(self) -> int:
+        """Keys that chunks see in other chunks, a whole chunk of keys for each pair of chunks that has any."""
+        tokens = self.keys.chunk_tokens(np.arange(self.chunks))
+        seen = self.pairs.reshape(self.chunks, self.chunks) > 0
+        np.fill_diagonal(seen, False)
+        return int((seen * tokens).sum())
+
+    def least_moved(self, per_query: float, per_key: float) -> float:
+        """The least that any method moves between chunks, of so much for a query and for a key, all chunks together.
+
+        A pair of a query of one chunk and a key of another is computed somewhere. Then the key has come to the query's
+        chunk, or the query has left it and its result came back. What it costs at least is a vertex cover of least
+        weight of a chunk's queries and the others' keys that they see. In a document later queries see more, so that
+        the cover is all keys up to one query and all queries behind it. With a window, only the keys between two runs
+        of a chunk are counted, with the queries of the second.
+        """
+        moved = 0.0
+        for seen in self._seen_elsewhere:
+            kept = np.minimum.reduceat(per_key * seen.keys + per_query * seen.behind, seen.first)
+            moved += float(np.minimum(kept, per_query * seen.queries).sum())
+        return moved
+
+    @cached_property
+    def _seen_elsewhere(self) -> list[Seen]:
+        """The keys of other chunks that the queries of each chunk see, for chunks that have any."""
+        positions = self.mask.query_positions
+        pairs = zip(_by_chunk(self.owner, self.chunks), _by_chunk(self.key_owner, self.chunks), strict=True)
+        return [self._seen_by(positions[queries], own) for queries, own in pairs if queries.size]
+
+    def _seen_by(self, queries: np.ndarray, own: np.ndarray) -> Seen:
+        """Those of a chunk's queries and its own keys, both by position among keys."""
+        first, stop = self.mask.sees(queries)
+        if self.mask.windowed:
+            of = np.append(0, np.cumsum(np.diff(queries) > 1))  # the run of each query
+            start = queries[np.flatnonzero(np.diff(of, prepend=-1))]
+            before = np.append(0, own + 1)[np.searchsorted(own, start)]
+            keys = np.maximum(start[of] - np.maximum(first, before[of]), 0)
+            order = np.lexsort((keys, of))
+            of, keys = of[order], keys[order]
+        else:
+            of = np.searchsorted(self.mask.edges, queries, side="right") - 1
+            keys = (stop - first) - (np.searchsorted(own, stop) - np.searchsorted(own, first))
+        groups = np.flatnonzero(np.diff(of, prepend=-1))
+        sizes = np.diff(np.append(groups, queries.size))
+        behind = np.repeat(groups + sizes, sizes) - np.arange(queries.size) - 1
+        return Seen(keys.astype(np.int32), behind.astype(np.int32), groups, sizes)
+
+
+def _owner(dealt: Shards) -> np.ndarray:
+    """The chunk of each token by position: (tokens,)."""
+    owner = np.empty(dealt.seqlen, np.int64)
+    for chunk in range(dealt.chunks):
+        for run in dealt.chunk_positions(chunk):
+            owner[run.start : run.stop : run.step] = chunk
+    return owner
+
+
+def _by_chunk(owner: np.ndarray, chunks: int) -> list[np.ndarray]:
+    """The positions of each chunk, ascending, from the chunk of each position."""
+    ends = np.cumsum(np.bincount(owner, minlength=chunks))
+    return np.split(np.argsort(owner, kind="stable"), ends[:-1])
+
+
+def _runs_by_chunk(chunks: Sequence[Positions]) -> np.ndarray | None:
+    """(chunk, start, stop) of the runs of all chunks by position, (3, runs); None where positions are no neighbours."""
+    dealt = [runs_of(positions) for positions in chunks]
+    if not all(dealt):
+        return None
+    chunk = np.repeat(np.arange(len(chunks)), [runs.start.size for runs in dealt if runs])
+    start, stop = (np.concatenate(each) for each in zip(*filter(None, dealt), strict=True))
+    order = np.argsort(start)
+    return np.stack([chunk[order], start[order], stop[order]])
