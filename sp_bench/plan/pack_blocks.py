@@ -167,7 +167,7 @@ class PackBlocks(Blocks):
         return found.ravel()
 
     @cached_property
-    def _runs(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...] | None:
+    def _runs(self) -> tuple[tuple[np.ndarray, ...], ...] | None:
         """The runs of neighbours that queries and keys are dealt as (_runs_by_chunk); None where some are none."""
         by_queries = _runs_by_chunk([self._queries(chunk) for chunk in range(self.chunks)])
         by_keys = by_queries
