@@ -448,6 +448,7 @@ def _fresh(op: Block, index: int, flow: Dataflow, lowering: Lowering, *, as_held
 
 def _made_bytes(op: Block, problem: Problem) -> int:
     """Bytes of the keys and values that a block makes of latents, and backward of their gradients; 0 without latents.
+    Under packs also of the latents, of which a call has copies of some rows.
 
     A block of one chunk is computed in several calls, and one of them may have all of its keys. Pieces of several
     queries that see the same keys have these several times.
@@ -464,14 +465,16 @@ def _made_bytes(op: Block, problem: Problem) -> int:
     each = problem.batch * problem.block_heads * (problem.head_dim + problem.value_dim) * DTYPE_BYTES[problem.dtype]
     # The product that is added to a gradient of the matrices has their heads, too.
     product = problem.block_heads * max(problem.made_dim, problem.value_dim) * problem.latent_dim
-    return tokens * each * (2 if backward else 1) + backward * product * DTYPE_BYTES[problem.dtype]
+    made = tokens * each * (2 if backward else 1) + backward * product * DTYPE_BYTES[problem.dtype]
+    copied = tokens * sum(problem.token_bytes(field, wire=False) for field in KV.fields) * problem.mask.in_pieces
+    return made + copied
 
 
 def _matrix_bytes(plan: Plan, problem: Problem) -> int:
     """Bytes of the matrices from latents to keys and values, backward with their gradients; 0 without latents."""
     if not problem.latent_dim:
         return 0
-    elements = problem.heads * (problem.made_dim + problem.value_dim) * problem.latent_dim
+    elements = problem.padded_heads * (problem.made_dim + problem.value_dim) * problem.latent_dim
     gradient = DTYPE_BYTES[problem.accumulate_dtype] if plan.phase == "backward" else 0
     return elements * (DTYPE_BYTES[problem.dtype] + gradient)
 

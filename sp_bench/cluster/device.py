@@ -301,12 +301,13 @@ class DeviceCosts:
         assert isinstance(blocks, PackBlocks), "blocks of a whole sequence have rates of their own"
         parts = 2 if len(keys) > 1 and problem.layout.name.startswith("zigzag") else 1
         seconds = joined_s(self._kernel(problem, phase), blocks, queries, keys, parts)
-        return seconds + parts * self.launch_s * (seconds > 0)
+        seen = blocks.keys_seen.reshape(blocks.chunks, -1)[queries[None, :], keys].sum(axis=0)
+        return seconds + (parts * self.launch_s + self.keys_s(problem, phase, seen)) * (seconds > 0)
 
     def _pack_s(self, problem: Problem, phase: str, blocks: PackBlocks) -> np.ndarray:
         """A block of many documents is one call of a kernel for variable lengths (cluster.variable)."""
         seconds = blocks_s(self._kernel(problem, phase), blocks)
-        return seconds + self.launch_s * (seconds > 0)
+        return seconds + (self.launch_s + self.keys_s(problem, phase, blocks.keys_seen)) * (seconds > 0)
 
     def _kernel(self, problem: Problem, phase: str) -> Kernel:
         batch_heads = problem.batch * problem.block_heads
@@ -415,7 +416,7 @@ class DeviceCosts:
 
     def keys_s(self, problem: Problem, phase: str, tokens):
         """Seconds of making the keys and values of a call of so many latents (a number, or an array of them); backward
-        also of their gradients. None where no latents travel.
+        also of their gradients. 0 where no latents travel.
 
         Forward are two matrix products, and a copy that puts the shared elements behind those made. Backward makes them
         again, and has two products for the gradients of latents and two for those of the matrices (run.latents).

@@ -16,13 +16,14 @@ from sp_bench.kernels.cudnn import Cudnn
 from sp_bench.kernels.flash_attn import FlashAttn
 from sp_bench.kernels.flash_attn_3 import FlashAttn3
 from sp_bench.kernels.flash_attn_4 import FlashAttn4
+from sp_bench.kernels.flash_mla import FlashMla
 from sp_bench.kernels.flashinfer import FlashInfer
 from sp_bench.kernels.fold import PACKAGES, fold_
 from sp_bench.kernels.reference import Reference
 
 KERNELS: dict[str, type[BlockKernel]] = {
     kernel.name: kernel
-    for kernel in (Reference, AtenCpu, AtenFlash, Cudnn, FlashAttn, FlashAttn3, FlashAttn4, FlashInfer)
+    for kernel in (Reference, AtenCpu, AtenFlash, Cudnn, FlashAttn, FlashAttn3, FlashAttn4, FlashInfer, FlashMla)
 }
 """Every backend by its name. A new one is imported above and listed here."""
 
@@ -104,7 +105,7 @@ def caches_order(device: str) -> tuple[type[BlockKernel], ...]:
     """
     if device != "cuda":
         return auto_order(device)
-    first = (FlashAttn3, FlashAttn, FlashInfer)
+    first = (FlashAttn3, FlashMla, FlashAttn, FlashInfer)
     return (*first, *(kernel for kernel in auto_order(device) if kernel not in first))
 
 

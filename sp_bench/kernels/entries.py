@@ -14,6 +14,10 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
+ABSORBED = (576, 512)
+"""The widths of latent keys and of the values that are their first elements, for which kernels of libraries are made
+(DeepSeek-V2 and V3): 512 of the latent, and 64 that are rotated."""
+
 
 @dataclass(frozen=True, eq=False)
 class Entries:

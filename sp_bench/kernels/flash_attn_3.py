@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sp_bench.errors import RequestError
 from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
-from sp_bench.kernels.entries import Entries
+from sp_bench.kernels.entries import ABSORBED, Entries
 from sp_bench.kernels.pieces import Pieces
 
 
@@ -34,6 +34,7 @@ class FlashAttn3(CudaKernel):
     package = "flash_attn_interface"
     packages: ClassVar[Mapping[str, str]] = {"flash_attn_interface": "flash-attn-3", "flash_attn_3": "flash-attn-3"}
     install = "python setup.py install in hopper/ of github.com/Dao-AILab/flash-attention"
+    narrow = frozenset({ABSORBED})
 
     @classmethod
     def module(cls) -> Any:
@@ -51,6 +52,11 @@ class FlashAttn3(CudaKernel):
         return f"its deterministic backward takes a head_dim of at most 192, not {head_dim}" if head_dim > 192 else ""
 
     @classmethod
+    def refuses_caches(cls, device: str, dtype: str, head_dim: int, value_dim: int) -> str:
+        """Latent keys are computed in two parts (`_operands`), of which the first is as wide as values."""
+        return cls.refuses(device, dtype, value_dim // 2 if (head_dim, value_dim) == ABSORBED else head_dim)
+
+    @classmethod
     def takes_pages(cls, page: int) -> bool:
         """True: they may have any number of tokens."""
         return True
@@ -60,9 +66,20 @@ class FlashAttn3(CudaKernel):
         """Splits of the keys; 0 for as many as its package chooses."""
         return 0 if self.decodes and not deterministic() else 1
 
+    def _operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """(q, k, v) and further tensors. Of latent keys, k are the last elements, at most 64, and the first, at least
+        256, are v, which the operator multiplies with q_v (mha_fwd in hopper/flash_api.cpp).
+        """
+        if (k.shape[-1], v.shape[-1]) != ABSORBED:
+            return tuple(unit_stride(x) for x in (q, k, v)), {}
+        width, q = v.shape[-1], unit_stride(q)
+        return (q[..., width:], unit_stride(k)[..., width:], unit_stride(v)), {"q_v": q[..., :width]}
+
     def forward_pages(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
+        operands, more = self._operands(q, k, v)
         out, lse, *_ = self.functions.fwd.default(
-            *(unit_stride(x) for x in (q, k, v)),
+            *operands,
+            **more,
             seqused_k=entries.counts,
             page_table=entries.table,
             softmax_scale=1 / math.sqrt(q.shape[3]),
@@ -73,8 +90,10 @@ class FlashAttn3(CudaKernel):
         return out, lse.contiguous()
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        operands, more = self._operands(q, k, v)
         out, lse, *_ = self.functions.fwd.default(
-            *(unit_stride(x) for x in (q, k, v)),
+            *operands,
+            **more,
             softmax_scale=1 / math.sqrt(q.shape[3]),
             is_causal=causal,
             num_splits=self._splits,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sp_bench.kernels.cuda import CudaKernel, unit_stride
-from sp_bench.kernels.entries import Entries
+from sp_bench.kernels.entries import ABSORBED, Entries
 
 HEAD_DIMS = (64, 128, 256)
 """Widths that all of its kernels are made for (include/flashinfer/utils.cuh, DISPATCH_HEAD_DIM)."""
@@ -23,6 +23,7 @@ WORKSPACE_BYTES = 128 * 2**20
 
 class FlashInfer(CudaKernel):
     """BatchDecodeWithPagedKVCacheWrapper, in its form for tensor cores, which takes any number of rows for a key head.
+    Of latent keys it is BatchMLAPagedAttentionWrapper (flashinfer/mla), which has the latent and the rest apart.
 
     Rows are query heads that share a key head there, as `share` of them are in a model: (E, H R, D), of which R behind
     each other have one key head. Its lse is a logarithm to the base 2. What it makes of a table of pages on the host is
@@ -34,6 +35,7 @@ class FlashInfer(CudaKernel):
     packages: ClassVar[Mapping[str, str]] = {"flashinfer": "flashinfer-python"}
     install = "pip install flashinfer-python"
     in_pages = True
+    narrow = frozenset({ABSORBED})
 
     def __init__(self) -> None:
         self._planned: dict[tuple[Any, ...], tuple[Entries, Any]] = {}
@@ -47,10 +49,14 @@ class FlashInfer(CudaKernel):
     def refuses_caches(cls, device: str, dtype: str, head_dim: int, value_dim: int) -> str:
         if why := super().refuses(device, dtype, head_dim):
             return why
-        if head_dim not in HEAD_DIMS or value_dim != head_dim:
-            widths = ", ".join(map(str, HEAD_DIMS))
-            return f"it takes a head_dim of {widths} with values as wide, not {head_dim} with {value_dim}"
+        if (head_dim, value_dim) not in {ABSORBED, *((width, width) for width in HEAD_DIMS)}:
+            widths, latent = ", ".join(map(str, HEAD_DIMS)), "{} with {}".format(*ABSORBED)
+            return f"it takes a head_dim of {widths} with values as wide, or {latent}, not {head_dim} with {value_dim}"
         return ""
+
+    @classmethod
+    def most_head_dim(cls, capability: tuple[int, int]) -> int:
+        return ABSORBED[0]
 
     @classmethod
     def takes_pages(cls, page: int) -> bool:
@@ -60,34 +66,51 @@ class FlashInfer(CudaKernel):
     def forward_pages(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
         count, rows, heads, width = q.shape
         by_head = unit_stride(q).transpose(1, 2).reshape(count, heads * rows, width)
-        wrapper = self._wrapper(q, entries)
-        out, lse = wrapper.run(by_head, (unit_stride(k), unit_stride(v)), return_lse=True)
+        if (width, latent := v.shape[3]) == ABSORBED:
+            parts = by_head[..., :latent], by_head[..., latent:], v[:, :, 0], k[:, :, 0, latent:]
+            out, lse = self._wrapper(q, entries, latent).run(*parts, return_lse=True)
+        else:
+            out, lse = self._wrapper(q, entries).run(by_head, (unit_stride(k), unit_stride(v)), return_lse=True)
         lse_EHR = lse.unflatten(1, (heads, rows)) * math.log(2)
         return out.unflatten(1, (heads, rows)).transpose(1, 2).contiguous(), lse_EHR
 
-    def _wrapper(self, q: Tensor, entries: Entries) -> Any:
-        """Its wrapper with the plan of these entries and rows."""
-        _, rows, heads, width = q.shape
-        key = (id(entries), rows, heads, q.dtype)
+    def _wrapper(self, q: Tensor, entries: Entries, latent: int = 0) -> Any:
+        """Its wrapper with the plan of these entries and rows; of keys with so many elements of a latent, if any."""
+        key = (id(entries), q.shape[1:], q.dtype)
         if key not in self._planned:
             if q.device not in self._workspaces:
                 self._workspaces[q.device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-            wrapper = self.functions.BatchDecodeWithPagedKVCacheWrapper(
-                self._workspaces[q.device], "NHD", use_tensor_cores=True, backend="fa2"
-            )
-            wrapper.plan(
-                entries.ends,
-                entries.in_line,
-                entries.last,
-                rows * heads,
-                heads,
-                width,
-                entries.page,
-                q_data_type=q.dtype,
-                kv_data_type=q.dtype,
-            )
-            self._planned[key] = entries, wrapper  # the entries live as long, so that the id is theirs
+            plan = self._plan_of_latents if latent else self._plan
+            self._planned[key] = entries, plan(q, entries)  # the entries live as long, so that the id is theirs
         return self._planned[key][1]
+
+    def _plan(self, q: Tensor, entries: Entries) -> Any:
+        _, rows, heads, width = q.shape
+        wrapper = self.functions.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspaces[q.device], "NHD", use_tensor_cores=True, backend="fa2"
+        )
+        wrapper.plan(
+            entries.ends,
+            entries.in_line,
+            entries.last,
+            rows * heads,
+            heads,
+            width,
+            entries.page,
+            q_data_type=q.dtype,
+            kv_data_type=q.dtype,
+        )
+        return wrapper
+
+    def _plan_of_latents(self, q: Tensor, entries: Entries) -> Any:
+        """All rows of an entry are heads of one token, as they see the same keys."""
+        (count, rows, _, width), (_, latent) = q.shape, ABSORBED
+        wrapper = self.functions.mla.BatchMLAPagedAttentionWrapper(self._workspaces[q.device])
+        tokens = torch.arange(count + 1, dtype=torch.int32)
+        scale = 1 / math.sqrt(width)
+        shape = (rows, latent, width - latent, entries.page)
+        wrapper.plan(tokens, entries.ends, entries.in_line, entries.counts, *shape, False, scale, q.dtype, q.dtype)
+        return wrapper
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         """FULL blocks alone, whose keys are pages of one token."""

@@ -61,7 +61,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, sinks: Tens
     windows = [
         (slice(r.q.start, r.q.stop), slice(r.kv.start, r.kv.stop), r.kind) for r in mask.regions(everything, everything)
     ]
-    out, lse = empty_output(q)
+    out, lse = empty_output(dout)
     for rows, columns, kind in windows:
         part = kernel.forward(q[:, rows], k[:, columns], v[:, columns], kind)
         fold_unfused_(out[:, rows], lse[:, :, rows], *part)
@@ -72,7 +72,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, sinks: Tens
     for rows, columns, kind in windows:
         inputs = dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, :, rows]
         for gradient, part in zip(
-            (dq[:, rows], dk[:, columns], dv[:, columns]), kernel.backward(*inputs, kind), strict=True
+            (dq[:, rows], dk[:, columns], dv[:, columns]), kernel.gradients(*inputs, kind), strict=True
         ):
             gradient += part
     if sinks is None:

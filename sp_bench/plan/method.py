@@ -228,12 +228,8 @@ class SplitsHeads(Method):
 
     def degrees(self, problem: Problem) -> list[int]:
         """Every degree that is possible, ascending: those that split heads and key heads evenly; padded, up to one for
-        each head. Raises RequestError for padded heads whose keys are made of latents.
+        each head.
         """
-        if self.pad_heads and problem.latent_dim:
-            rule = "a block makes keys of latents for the heads that there are"
-            asked = f"latent_dim={problem.latent_dim}, method.pad_heads=true"
-            raise RequestError(asked, rule, "method.pad_heads=false, or latent_dim=null, would work")
         return [u for u in range(1, problem.heads + 1) if self._splits(problem, u)]
 
     def degree_rule(self, problem: Problem) -> str:

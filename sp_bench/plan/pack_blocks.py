@@ -172,11 +172,9 @@ class PackBlocks(Blocks):
         """Whether any pair of each class is computed, (classes,): found without counting pairs."""
         if not self.mask.windowed and not self.mask.new and self._all_see_all_in_one():
             return np.ones(self.classes, bool)
-        if any(runs.step > 1 for runs in (*self._runs, *self._key_runs)):
+        if self._neighbours is None:
             return self.pairs > 0
-        by_queries = _by_position(self._runs)
-        by_keys = _by_position(self._key_runs) if self.mask.new else by_queries
-        (chunk, start, stop), (owner, begin, _) = by_queries, by_keys
+        (chunk, start, stop), (owner, begin, _) = self._neighbours
         # The queries of a run see neighbouring keys, all together.
         first, behind = self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
         change = np.zeros((self.chunks, begin.size + 1), np.int32)
@@ -200,6 +198,36 @@ class PackBlocks(Blocks):
             first.append(start[here][0] + max(-((start[here][0] - low) // step), 0) * step)
             last.append(start[here][-1] + (min(stop[here][-1], high) - 1 - start[here][-1]) // step * step)
         return max(first) <= min(last) if self.mask.causal else bool(np.less_equal(first, last).all())
+
+    @cached_property
+    def keys_seen(self) -> np.ndarray:
+        """How many keys of each block some query of it sees: (classes,). Of chunks that are no runs of neighbours, all
+        that are of the same documents.
+        """
+        if self._neighbours is None:
+            return self.shapes.pieces * self.shapes.kv_tokens
+        (chunk, start, stop), (owner, begin, end) = self._neighbours
+        first, behind = self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
+        # Cells of keys that are all seen by a run of queries, or none of them.
+        edges = np.unique(np.concatenate([begin, end, first, behind]))
+        cells, tokens = edges[:-1], np.diff(edges)
+        of_cells = owner[np.searchsorted(begin, cells, "right") - 1]
+        begins, ends = (np.searchsorted(cells, keys, "right") for keys in (first, behind - 1))
+        found = np.empty((self.chunks, self.chunks))
+        for each in range(self.chunks):
+            there = np.bincount(begins[chunk == each] - 1, minlength=cells.size + 1)
+            there -= np.bincount(ends[chunk == each], minlength=cells.size + 1)
+            seen = np.cumsum(there[:-1]) > 0
+            found[each] = np.bincount(of_cells[seen], tokens[seen], self.chunks)
+        return found.ravel()
+
+    @cached_property
+    def _neighbours(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The runs of neighbours that queries and keys are dealt as (_by_position); None where some are none."""
+        if any(runs.step > 1 for runs in (*self._runs, *self._key_runs)):
+            return None
+        by_queries = _by_position(self._runs)
+        return by_queries, _by_position(self._key_runs) if self.mask.new else by_queries
 
     def parts(self, *, keys: bool) -> Sequence[Part]:
         """Whole chunks: a kernel for variable lengths returns all rows."""

@@ -126,9 +126,6 @@ class Problem:
         if self.decodes:
             rule = "a step makes no keys of what is cached: its queries have absorbed the matrices"
             raise RequestError(f"{asked}, workload=decode", rule, "latent_dim=null decode.latent=true would work")
-        if self.mask.in_pieces:
-            rule = "latents travel under masks of whole sequences alone so far"
-            raise RequestError(f"{asked}, mask={self.mask.name}", rule, "mask=causal or mask=full would work")
 
     @cached_property
     def queries(self) -> Shards:

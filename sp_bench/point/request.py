@@ -186,6 +186,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     cluster = replace(cluster, transport_options=transport)
     method = _with_collectives(method, cluster.transport)
     notes += (peer.notes(mode.devices.kind) if peer and here else []) + unread.notes(config, mode)
+    notes += workload.notes
     if peer:
         peer.refuse_run(mode=mode.name, kernel=kernel, device=mode.devices.kind, here=here)
     if mode.name == "simulate":
@@ -289,7 +290,8 @@ def _problem(given: Given, method: Method | Peer) -> Problem:
         given.workload.data_parallel(given.config),
     )
     shape = {key: getattr(values, key) for key in SHAPE}
-    for key in ("gpus", "heads", "kv_heads"):
+    split = ("heads",) if values.latent_dim else ("heads", "kv_heads")  # each GPU has whole latents
+    for key in ("gpus", *split):
         if getattr(values, key) % tensor_parallel:
             rule = f"must divide {key}={getattr(values, key)}"
             degree = given.workload.degree_key
@@ -301,7 +303,7 @@ def _problem(given: Given, method: Method | Peer) -> Problem:
         choices = ", ".join(map(str, divisors(groups)))
         rule = f"must divide gpus={values.gpus}{beside}"
         raise RequestError(f"train.data_parallel={data_parallel}", rule, f"{choices} would work")
-    shape |= {key: shape[key] // tensor_parallel for key in ("heads", "kv_heads")}
+    shape |= {key: shape[key] // tensor_parallel for key in split}
     given.workload.refuse_method(method)
     shape, mask = given.workload.attention_of(given.config, shape, mask, n)
     layout = method.layout_of(given.workload.mask_of_layout(given.config, mask), n)

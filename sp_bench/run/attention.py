@@ -34,12 +34,19 @@ from sp_bench.run.calls import Calls, calls_of
 from sp_bench.run.engine import Engine, Saved
 from sp_bench.run.engines import Engines
 from sp_bench.run.groups import world
+from sp_bench.run.latents import Latents
 from sp_bench.run.nccl import transport_for
+from sp_bench.run.partials import Tensors
 from sp_bench.run.sms import share
 
 
 class Differentiable(Protocol):
     """An attention and its gradients: an Engine, or something around one."""
+
+    @property
+    def latents(self) -> Latents | None:
+        """The matrices that make keys where latents travel."""
+        ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Saved]:
         """(out_BSHD, what the backward needs of it)."""
@@ -50,20 +57,42 @@ class Differentiable(Protocol):
         ...
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, engine: Differentiable, sinks: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    engine: Differentiable,
+    sinks: Tensor | None = None,
+    latents: Latents | None = None,
+    matrices: Tensors = (),
+) -> Tensor:
     """The engine's attention of this rank's tokens, differentiable in q, k and v; all are (B, S, heads, D).
 
-    `sinks`, (H,), are for an Engine alone, in the dtype of statistics.
+    `sinks`, (H,), are for an Engine alone, in the dtype of statistics. Where k has latents, `latents` are the engine's,
+    and `matrices`, (H (D - R), L) and (H V, L), make keys and values of them: it is differentiable in these too, whose
+    gradients on all ranks add up to the whole ones.
     """
-    return _Attention.apply(q, k, v, sinks, engine)  # pyright: ignore[reportReturnType]
+    return _Attention.apply(q, k, v, sinks, engine, latents, *matrices)  # pyright: ignore[reportReturnType]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, engine: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        engine: Any,
+        latents: Latents | None,
+        *matrices: Tensor,
+    ) -> Tensor:
+        if latents:
+            latents.hold(*matrices)
         out, saved = engine.forward(q, k, v) if sinks is None else engine.forward(q, k, v, sinks=sinks)
-        ctx.save_for_backward(*(x for tensors in saved.values() for x in tensors))
-        ctx.engine, ctx.names = engine, {name: len(tensors) for name, tensors in saved.items()}
+        ctx.save_for_backward(*matrices, *(x for tensors in saved.values() for x in tensors))
+        ctx.engine, ctx.latents, ctx.matrices = engine, latents, len(matrices)
+        ctx.names = {name: len(tensors) for name, tensors in saved.items()}
         return out
 
     @staticmethod
@@ -72,9 +101,13 @@ class _Attention(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         tensors = iter(ctx.saved_tensors)
+        matrices = tuple(itertools.islice(tensors, ctx.matrices))
         saved = {name: tuple(itertools.islice(tensors, count)) for name, count in ctx.names.items()}
+        if ctx.latents:
+            ctx.latents.hold(*matrices)
         gradients = ctx.engine.backward(grad_outputs[0], saved)
-        return (*gradients, *[None] * (5 - len(gradients)))
+        of_matrices = ctx.latents.gradients_as(*matrices) if ctx.latents else ()
+        return (*gradients, *[None] * (6 - len(gradients)), *of_matrices)
 
 
 def _fewest_bytes(method: Method, problem: Problem) -> Method:

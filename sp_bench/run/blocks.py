@@ -98,7 +98,7 @@ class Blocks:
         """The kernel of blocks of these queries, given what their chunks of keys have."""
         if self._latents is None:
             return self._kernel
-        heads = self._heads(queries)(torch.arange(self._problem.heads))
+        heads = self._heads(queries)(torch.arange(self._problem.padded_heads))
 
         def see(*tensors: Tensor) -> None:
             assert self._running is not None, "blocks are called by one"

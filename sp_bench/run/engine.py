@@ -78,7 +78,8 @@ class Engine:
         Raises RequestError if the kernel refuses the device or dtype.
         """
         self.plans, self.problem, self.shares, self.words, self._timed = plans, problem, shares, words, timed
-        self._latents = latents
+        self.latents = latents
+        """The matrices that make keys of latents, and their gradients; None if no latents travel."""
         self.kernel = kernel if isinstance(kernel, BlockKernel) else kernel_for(problem, kernel, device.type)
         self.transport = transport or GlooTransport(None)
         self._rank, self._device = rank, device
@@ -191,7 +192,7 @@ class Engine:
                 self._device,
                 self.queues,
                 timed=self._timed,
-                latents=self._latents,
+                latents=self.latents,
             )
         return self._executors[phase]
 
@@ -215,7 +216,7 @@ class Engine:
         held = tuple(padded(x, self.problem, KV) for x in held)
         if live:
             live.always = [x for tensors in (*inputs.values(), held) for x in tensors]
-            live.always += self._latents.tensors if self._latents else ()
+            live.always += self.latents.tensors if self.latents else ()
         whole = self._results(plan)
         views = {c: self._slices(c, whole[c.tensor]) for c in plan.outputs if c.tensor in whole}
         found = self._executor(phase)(given, action, live, views, sinks, held)

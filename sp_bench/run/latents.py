@@ -26,7 +26,11 @@ Matrices = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Latents:
-    """The matrices from latents to keys and values, which all ranks have, and their gradients."""
+    """The matrices from latents to keys and values, which all ranks have, and their gradients.
+
+    Of heads of zeros (plan.padded_heads), which follow the true ones, they are zeros, and stay so: keys of these have
+    no more than what all heads share, and neither scores nor values get a gradient.
+    """
 
     to_keys: Tensor
     """(H, D - R, L), in the compute dtype."""
@@ -45,6 +49,8 @@ class Latents:
         shapes = [(problem.heads, rows, problem.latent_dim) for rows in (problem.made_dim, problem.value_dim)]
         drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
         to_keys, to_values = ((x * problem.latent_dim**-0.5).to(device, dtype) for x in drawn)
+        if more := problem.padded_heads - problem.heads:
+            to_keys, to_values = (torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for x in (to_keys, to_values))
         if not backward:
             return cls(to_keys, to_values)
         wide = getattr(torch, problem.accumulate_dtype)
@@ -54,6 +60,23 @@ class Latents:
     def tensors(self) -> tuple[Tensor, ...]:
         """All that a rank holds of them."""
         return (self.to_keys, self.to_values, *(self.gradients or ()))
+
+    def hold(self, to_keys: Tensor, to_values: Tensor) -> None:
+        """Take a layer's matrices, (H (D - R), L) and (H V, L), for the calls from now on, with gradients of zero."""
+        for into, matrix in zip((self.to_keys, self.to_values), (to_keys, to_values), strict=True):
+            into.flatten(0, 1)[: len(matrix)].copy_(matrix.detach())
+        for gradient in self.gradients or ():
+            gradient.zero_()
+
+    def gradients_as(self, *matrices: Tensor) -> list[Tensor]:
+        """Copies of the gradients so far, in the shapes and dtypes of the matrices that `hold` took."""
+        assert self.gradients is not None, "of a backward"
+        pairs = zip(self.gradients, matrices, strict=True)
+        return [x.flatten(0, 1)[: len(matrix)].to(matrix.dtype, copy=True) for x, matrix in pairs]
+
+    def copied(self) -> Latents:
+        """The matrices now, on the CPU, without gradients."""
+        return Latents(self.to_keys.to("cpu", copy=True), self.to_values.to("cpu", copy=True))
 
     def of(self, heads: Heads) -> Matrices:
         """The matrices of some query heads."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.run.caches import in_pages
+from sp_bench.run.latents import Latents
 from sp_bench.workload.attention_step import forward_of, given_queries, make_engine, random_inputs, sinks_of
 from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.exact_rows import SunkRows, errors_of_rows, rows_for
@@ -49,7 +51,8 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
             dist.all_reduce(sunk.found)
     sample = rows_for(small, context.rank, spec.seed, context.device.type)
     found = sample.of(dict(zip(NAMES, results, strict=False)))
-    errors = errors_of_rows(small, context, (q, k, v, dout), found, sample, sunk, seed=spec.seed)
+    latents = Latents.random(small, spec.seed, torch.device("cpu"), backward=False)
+    errors = errors_of_rows(small, context, (q, k, v, dout), found, sample, sunk, latents=latents)
     if errors.uncompared:  # nothing is timed that wasn't checked
         raise MemoryError(errors.uncompared)
     return errors

@@ -144,7 +144,8 @@ class AttentionStep(EngineStep):
         inputs = self._q, self._k, self._v, self._dout
         sunk = None if self._sinks is None else SunkRows(self._sinks)
         spec, kept, sample = self._spec, self._kept, self._sample
-        return errors_of_rows(spec.problem, self._context, inputs, kept, sample, sunk, seed=spec.seed)
+        latents = Latents.random(spec.problem, spec.seed, torch.device("cpu"), backward=False)
+        return errors_of_rows(spec.problem, self._context, inputs, kept, sample, sunk, latents=latents)
 
     def close(self) -> None:
         """Release the engine's threads and streams."""
@@ -198,7 +199,8 @@ def make_engines(
         rank, transport = spec.alone, AloneTransport()
     elif problem.n > 1:
         transport = context.transport(plans, shares.lane_ctas if shares else None)
-    latents = Latents.random(problem, spec.seed, device, backward=any("backward" in chunk.plans for chunk in chunks))
+    most = max((chunk.problem for chunk in chunks), key=lambda each: each.padded_heads)
+    latents = Latents.random(most, spec.seed, device, backward=any("backward" in chunk.plans for chunk in chunks))
     marked, arena = timed or marks_parts(spec), Arena(device) if len(chunks) > 1 else None
     return [
         Engine(

@@ -215,6 +215,11 @@ class Workload(ABC):
         return 1
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks for a reader of its records, on what it stands for."""
+        return ()
+
+    @property
     def turns(self) -> int:
         """How often a rank computes forward and backward in a step, each time on other sequences."""
         return 1

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from sp_bench.errors import RequestError
 from sp_bench.plan.problem import DTYPE_BYTES
+from sp_bench.plan.tensors import KV
 from sp_bench.workload.layer_costs import LayerCosts
 from sp_bench.workload.model import shard_elements
 from sp_bench.workload.training import FLOAT8, MOMENTS, UPDATE, Training, sent_otherwise
@@ -70,10 +71,9 @@ class TrainingCosts(LayerCosts):
 
     def before_backward_s(self) -> float:
         """Seconds of the backward of what is before the attention, in place of the forward's."""
-        problem, model = self.problem, self.share
-        rotated = 2 * (problem.heads + problem.kv_heads) * problem.head_dim
-        elements = ELEMENTWISE_BACKWARD * (2 * model.width + rotated)
-        return self.dense_s(("q", "k", "v"), times=2) + self._through_memory_s(elements, kernels=6)
+        elements, kernels = self._before
+        moved_s = self._through_memory_s(ELEMENTWISE_BACKWARD * elements, 2 * kernels)
+        return self.dense_s(self.share.before(self.problem), times=2) + moved_s
 
     def after_backward_s(self) -> float:
         """The same of what is after the attention."""
@@ -193,14 +193,18 @@ class TrainingCosts(LayerCosts):
     def _layer_kept_bytes(self) -> float:
         """Bytes that a layer keeps."""
         problem, model = self.problem, self.share
-        q, kv = problem.heads * problem.head_dim, problem.kv_heads * problem.head_dim
         lse = DTYPE_BYTES[problem.accumulate_dtype] * problem.heads / self._element
-        attention = 2 * q + 2 * kv + lse
+        kv = problem.kv_heads * sum(problem.width(field) for field in KV.fields)
+        attention = problem.heads * (problem.head_dim + problem.value_dim) + kv + lse
         mlp = (4 if model.kind == "decoder" else 2) * model.ffn
+        # Latents before and after their norms; those that travel are among the attention's inputs.
+        latents = 2 * (model.q_latent or 0) + (1 if problem.latent_dim else 2) * (
+            (model.kv_latent or 0) + model.kv_rope
+        )
         layer = {
             "full": model.width,
             "attention": model.width + attention,
-            "none": 4 * model.width + attention + mlp,
+            "none": 4 * model.width + latents + attention + mlp,
         }[self.training.recompute]
         return self._element * self._tokens * layer
 

@@ -160,17 +160,17 @@ def errors_of_rows(
     sample: Sample,
     sinks: SunkRows | None = None,
     *,
-    seed: int = 0,
+    latents: Latents | None = None,
 ) -> GateErrors:
     """Errors of sampled rows of a problem's results, the same on all ranks. All ranks must call it.
 
     `found` has rows as `Sample.of` returns them, by the names of NAMES. The gradient of `sinks`, if they have one, is
-    compared where the sample is whole. `seed` is that of the matrices that make keys of latents. If memory runs out on
-    any rank, there are no errors, and `uncompared` says so.
+    compared where the sample is whole. `latents` make keys where they travel. If memory runs out on any rank, there are
+    no errors, and `uncompared` says so.
     """
     totals = torch.zeros(len(_TOTALS), len(NAMES), problem.heads, dtype=torch.float64)
     seen, several = Seen(problem.mask, problem.seqlen, problem.keys.seqlen), dist.is_initialized() and problem.n > 1
-    failed, latents = torch.zeros(1), Latents.random(problem, seed, torch.device("cpu"), backward=False)
+    failed = torch.zeros(1)
     of_keys_width = max(problem.head_dim, problem.width(KV.fields[0]))
     for each in sample.units:
         context.alive()

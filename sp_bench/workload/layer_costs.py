@@ -53,9 +53,22 @@ class LayerCosts(ABC):
 
     def before_s(self) -> float:
         """Seconds of a layer's forward before its attention: norm, q, k and v, RoPE."""
+        elements, kernels = self._before
+        return self.dense_s(self.share.before(self.problem)) + self._through_memory_s(elements, kernels)
+
+    @property
+    def _before(self) -> tuple[float, int]:
+        """Elements of a token that a layer's operations before its attention, other than products, move through memory,
+        and their kernels: norm and RoPE; of latents a norm each, and copies that put what is turned behind the rest.
+        """
         problem, model = self.problem, self.share
-        rotated = 2 * (problem.heads + problem.kv_heads) * problem.head_dim
-        return self.dense_s(("q", "k", "v")) + self._through_memory_s(2 * model.width + rotated, kernels=3)
+        q, kv = problem.heads * problem.head_dim, problem.kv_heads * problem.head_dim
+        if not model.kv_latent:
+            return 2 * (model.width + q + kv), 3
+        latents = (model.q_latent or 0) + 2 * model.kv_latent + model.kv_rope
+        turned = (problem.heads + 1) * model.kv_rope
+        made = 0 if problem.latent_dim else kv
+        return 2 * (model.width + latents + turned + q + made), 6 + (model.q_latent is not None) + (made > 0)
 
     def after_s(self) -> float:
         """Seconds of a layer's forward after its attention: o, residuals, norm, feed-forward."""

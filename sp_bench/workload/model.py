@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from msgspec import structs
@@ -51,6 +52,15 @@ class Model(Section, frozen=True, kw_only=True):
     al. 2024). cross: each layer has a cross-attention from patches to text (Wan, 2025)."""
     text_tokens: Natural = 0
     """Text tokens of a sequence; 0 for none."""
+    kv_latent: Count | None = None
+    """Elements of the latent that a decoder's layers make keys and values of (multi-head latent attention, DeepSeek-V2,
+    Liu et al. 2024), after a norm. With the key `latent_dim`, which is then as much, it travels; else keys do."""
+    kv_rope: Natural = 0
+    """With `kv_latent`, elements of a key that all heads share, the last ones: RoPE turns these and no others."""
+    q_latent: Count | None = None
+    """With `kv_latent`, elements of a latent that queries are made of, after a norm; None: of the hidden state."""
+    left_out: str = ""
+    """Parts of the model that it is named for that are not modelled, in words; records have it as a note."""
     modulation: Literal["layer", "shared"] = "layer"
     """The matrix of a dit that makes modulations of the diffusion time: one in each layer, or one for all and a bias in
     each (adaLN-single of PixArt, Chen et al. 2023)."""
@@ -75,6 +85,23 @@ class Model(Section, frozen=True, kw_only=True):
         if self.kind == "decoder" and (self.text or self.modulation != "layer"):
             value = f"text={self.text}" if self.text else f"modulation={self.modulation}"
             raise RequestError(value, "is of models of kind=dit", f"{value.partition('=')[0]} left out would work")
+        self._refuse_latents()
+
+    def _refuse_latents(self) -> None:
+        if self.kv_latent is None and (self.q_latent or self.kv_rope):
+            value = f"q_latent={self.q_latent}" if self.q_latent else f"kv_rope={self.kv_rope}"
+            raise RequestError(value, "is of layers whose keys are made of a latent", "kv_latent=512 would work")
+        if self.kv_latent and self.kind != "decoder":
+            rule = f"is of decoders, and {self.name} is a {self.kind}"
+            raise RequestError(f"kv_latent={self.kv_latent}", rule, "kv_latent=null would work")
+        if self.kv_latent and (self.kv_rope < 2 or self.kv_rope % 2):
+            rule = "RoPE turns pairs of elements of a key that are not made of a latent, and there must be some"
+            raise RequestError(f"kv_rope={self.kv_rope}", rule, f"kv_rope={max(self.kv_rope + 1, 2)} would work")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A remark on parts of the named model that it leaves out, for a reader of records; empty for none."""
+        return (f"model={self.name} leaves out {self.left_out}",) if self.left_out else ()
 
     @property
     def modulated(self) -> bool:
@@ -112,9 +139,23 @@ class Model(Section, frozen=True, kw_only=True):
         """(inputs, outputs) of the matrices that each token of a layer is multiplied with."""
         q, kv = problem.heads * problem.head_dim, problem.kv_heads * problem.head_dim
         mlp = ("gate", "up") if self.kind == "decoder" else ("up",)
-        found = {"q": (self.width, q), "k": (self.width, kv), "v": (self.width, kv), "o": (q, self.width)}
+        if self.kv_latent:
+            out, made = problem.heads * problem.value_dim, problem.heads * (problem.head_dim - self.kv_rope)
+            found = {"q_down": (self.width, self.q_latent)} if self.q_latent else {}
+            found |= {"q": (self.q_latent or self.width, q), "kv_down": (self.width, self.kv_latent + self.kv_rope)}
+            found |= {"k_up": (self.kv_latent, made), "v_up": (self.kv_latent, out), "o": (out, self.width)}
+        else:
+            found = {"q": (self.width, q), "k": (self.width, kv), "v": (self.width, kv), "o": (q, self.width)}
         found |= {"cross_q": (self.width, q), "cross_o": (q, self.width)} if self.crosses else {}
         return found | dict.fromkeys(mlp, (self.width, self.ffn)) | {"down": (self.ffn, self.width)}
+
+    def before(self, problem: Problem) -> tuple[str, ...]:
+        """The names of the matrices that are used before the attention: all that make queries and keys, or without
+        those that its blocks make keys and values with.
+        """
+        if not self.kv_latent:
+            return ("q", "k", "v")
+        return ("q_down", "q", "kv_down", *(() if problem.latent_dim else ("k_up", "v_up")))
 
     def text_matrices(self, problem: Problem) -> dict[str, tuple[int, int]]:
         """(inputs, outputs) of the matrices that each text token of a cross-attention is multiplied with."""
@@ -126,7 +167,8 @@ class Model(Section, frozen=True, kw_only=True):
         both = self.layer_matrices(problem) | self.text_matrices(problem)
         matrices = [(outputs, inputs) for inputs, outputs in both.values()]
         if not self.modulated:
-            return matrices + [(self.width, 1)] * 2 + [(problem.heads, 1)] * self.sinks
+            norms = [(size, 1) for size in (self.width, self.width, self.q_latent, self.kv_latent) if size]
+            return matrices + norms + [(problem.heads, 1)] * self.sinks
         return matrices + (self._with_bias(6) if self.modulation == "layer" else [(6 * self.width, 1)])
 
     def outside_shapes(self) -> list[tuple[int, int]]:
@@ -149,8 +191,10 @@ class Model(Section, frozen=True, kw_only=True):
         """Parameters outside the layers."""
         return shard_elements(self.outside_shapes(), 1)
 
-    def parameters(self, problem: Problem) -> int:
-        """Parameters of the whole model."""
+    def parameters(self, problem: Problem, degree: int = 1) -> int:
+        """Parameters of the whole model, whose heads are those of `degree` problems."""
+        of_keys = problem.kv_heads * (1 if problem.latent_dim else degree)
+        problem = replace(problem, heads=problem.heads * degree, kv_heads=of_keys)
         return self.layers * self.layer_parameters(problem) + self.outside_parameters()
 
     def dense_flops(self, problem: Problem) -> float:
@@ -180,6 +224,7 @@ class Model(Section, frozen=True, kw_only=True):
         own = {"vocab": 64} if self.kind == "decoder" else {"channels": 16}
         every = 2 if self.full_every else None
         sizes |= {"layers": min(self.layers, 2), "text_tokens": min(self.text_tokens, SMALL_TEXT)}
+        own |= {"q_latent": min(self.q_latent, 64)} if self.q_latent else {}
         return structs.replace(self, full_every=every, **sizes, **own)
 
 
@@ -195,14 +240,38 @@ def mask_of_full_layers(config: Mapping[str, Any], mask: Mask) -> Mask:
     return mask.unlimited
 
 
-def refuse_keys(problem: Problem, workload: str, otherwise: str) -> None:
-    """Raise RequestError for keys or values that no model's layers make: `otherwise` is what would take them."""
-    if problem.latent_dim:
-        rule = f"the models of workload={workload} have projections to the keys of each head"
-        raise RequestError(f"latent_dim={problem.latent_dim}", rule, f"latent_dim=null, or {otherwise}, would work")
-    if problem.v_head_dim:
-        rule = f"the models of workload={workload} have values as wide as keys, head_dim={problem.head_dim}"
-        raise RequestError(f"v_head_dim={problem.v_head_dim}", rule, f"v_head_dim=null, or {otherwise}, would work")
+def refuse_keys(model: Model, problem: Problem, workload: str, otherwise: str) -> None:
+    """Raise RequestError for heads that RoPE can't turn, and for keys, values or latents that the model's layers don't
+    make: `otherwise` is what would take them.
+    """
+    if model.kv_latent:
+        _refuse_other_latents(model, problem)
+        return
+    if problem.head_dim % 2:
+        rule = "RoPE turns pairs of elements of a head"
+        raise RequestError(f"head_dim={problem.head_dim}", rule, f"head_dim={problem.head_dim + 1} would work")
+    for key, rule in (
+        ("latent_dim", f"the layers of model={model.name} have projections to the keys of each head"),
+        ("v_head_dim", f"the layers of model={model.name} have values as wide as keys, head_dim={problem.head_dim}"),
+    ):
+        if value := getattr(problem, key):
+            works = f"{key}=null, {otherwise}, or a model with latents, such as model=minicpm3_4b, would work"
+            raise RequestError(f"{key}={value}, workload={workload}", rule, works)
+
+
+def _refuse_other_latents(model: Model, problem: Problem) -> None:
+    if problem.head_dim <= model.kv_rope:
+        rule = f"model={model.name} has kv_rope={model.kv_rope} elements of a key that no latent makes, and others"
+        raise RequestError(f"head_dim={problem.head_dim}", rule, f"head_dim={model.kv_rope + 2} would work")
+    for key, its in (("latent_dim", model.kv_latent), ("rope_dim", model.kv_rope)):
+        if problem.latent_dim and getattr(problem, key) != its:
+            rule = f"the layers of model={model.name} make latents of {model.kv_latent} + {model.kv_rope} elements"
+            works = f"{key}={its}, or latent_dim=null rope_dim=null kv_heads={problem.heads}, would work"
+            raise RequestError(f"{key}={getattr(problem, key)}", rule, works)
+    if not problem.latent_dim and problem.kv_heads != problem.heads:
+        rule = f"model={model.name} makes keys of every head of a latent"
+        works = f"kv_heads={problem.heads}, or latent_dim={model.kv_latent} rope_dim={model.kv_rope}, would work"
+        raise RequestError(f"kv_heads={problem.kv_heads}", rule, works)
 
 
 def shard_elements(shapes: Sequence[tuple[int, int]], n: int) -> int:

@@ -117,6 +117,11 @@ class Prefill(Workload):
         return self.chunking.tensor_parallel
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """A remark on parts that the model leaves out."""
+        return self.model.notes if self.model else ()
+
+    @property
     def layers_by_attention(self) -> tuple[int, ...]:
         """How many layers have each of a chunk's attentions: all, or those that see all and the others."""
         return self.model.layers_by_attention if self.model else (1,)
@@ -155,11 +160,8 @@ class Prefill(Workload):
         if self.model and mode != "simulate":
             rule = "is simulated only: measured ranks compute the attention of one layer"
             raise RequestError(f"model={self.model.name}", rule, "mode=simulate, or model=none, would work")
-        if self.model and problem.head_dim % 2:
-            rule = "RoPE turns pairs of elements of a head"
-            raise RequestError(f"head_dim={problem.head_dim}", rule, f"head_dim={problem.head_dim + 1} would work")
         if self.model:
-            refuse_keys(problem, self.name, "model=none")
+            refuse_keys(self.model, problem, self.name, "model=none")
         self._refuse_chunks(problem)
 
     def _refuse_chunks(self, problem: Problem) -> None:
@@ -222,8 +224,7 @@ class Prefill(Workload):
         """The model, as far as there is one."""
         if not self.model:
             return TrainingStep()
-        heads = {"heads": problem.heads * self.degree, "kv_heads": problem.kv_heads * self.degree}
-        parameters = self.model.parameters(replace(problem, **heads))
+        parameters = self.model.parameters(problem, self.degree)
         full, *others = self.layers_by_attention
         return TrainingStep(
             model=self.model.name,

@@ -21,6 +21,7 @@ from sp_bench.run.devices import clock_of
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.latents import Latents
 from sp_bench.workload.attention_step import make_engines, marks_parts, parts_of, random_tensor, sinks_of
 from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.engine_step import EngineStep
@@ -78,7 +79,8 @@ class Cached:
         k, v = (x[:, self.rows[index]] for x in every)
         inputs = self.q[index], k, v, self.q[index]  # of dout no row is looked at
         sunk, problem = None if sinks is None else SunkRows(sinks), self.problems[index]
-        return errors_of_rows(problem, context, inputs, {"out": out}, sample, sunk, seed=self._seed)
+        latents = Latents.random(problem, self._seed, torch.device("cpu"), backward=False)
+        return errors_of_rows(problem, context, inputs, {"out": out}, sample, sunk, latents=latents)
 
 
 def watched(chunks: int) -> list[int]:

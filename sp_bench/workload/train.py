@@ -72,15 +72,15 @@ class Train(Workload):
 
     def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:
         """Raise RequestError for heads that RoPE can't turn, other keys, narrow values, a peer, and mode=alone."""
-        if problem.head_dim % 2:
-            rule = "RoPE turns pairs of elements of a head"
-            raise RequestError(f"head_dim={problem.head_dim}", rule, f"head_dim={problem.head_dim + 1} would work")
         if problem.kv_seqlen:
             rule = f"workload={self.name} trains on whole sequences, seqlen={problem.seqlen}"
             raise RequestError(
                 f"kv_seqlen={problem.kv_seqlen}", rule, "kv_seqlen=null, or workload=attention, would work"
             )
-        refuse_keys(problem, self.name, "workload=attention")
+        refuse_keys(self.model, problem, self.name, "workload=attention")
+        if self.model.kv_latent and self.training.tensor_parallel > 1:
+            rule = "every GPU has whole latents, and sums of their gradients over GPUs are not simulated"
+            raise RequestError(f"train.tensor_parallel={self.training.tensor_parallel}", rule, "1 would work")
         if peer:
             rule = f"workload={self.name} trains with the suite's own methods"
             raise RequestError(f"method=peer impl={peer.impl}", rule, "method=ring would work")
@@ -132,6 +132,11 @@ class Train(Workload):
     def data_parallel(cls, config: Mapping[str, Any]) -> int:
         """The number of groups that train.data_parallel asks for."""
         return read(Training, config["train"], "train").data_parallel
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A remark on parts that the model leaves out."""
+        return self.model.notes
 
     @property
     def groups(self) -> int:
@@ -191,10 +196,9 @@ class Train(Workload):
     def described(self, problem: Problem) -> TrainingStep:
         """The model, and what is recomputed and split."""
         degree = self.training.tensor_parallel
-        heads = {"heads": problem.heads * degree, "kv_heads": problem.kv_heads * degree}
         return TrainingStep(
             model=self.model.name,
-            parameters=self.model.parameters(replace(problem, **heads)),
+            parameters=self.model.parameters(problem, degree),
             recompute=self.training.recompute,
             offload=self.training.offload,
             sharded=self.sharded,

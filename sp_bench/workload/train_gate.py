@@ -37,13 +37,17 @@ COMPOUNDED = 4
 class ExactAttention:
     """Attention of a whole sequence in fp64, without plans. Ranks of the default group can share its key heads."""
 
+    latents = None
+    """None: keys are made of latents before it."""
+
     def __init__(self, mask: Mask, rank: int = 0, ranks: int = 1, alive: Callable[[], None] = lambda: None) -> None:
         self._mask, self._rank, self._ranks, self._alive = mask, rank, ranks, alive
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Saved]:
         """The output, (B, S, H, D), and what the backward needs."""
         inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-        return self._exact(torch.zeros_like(q), inputs, range(1))[0], {"inputs": inputs}
+        dout = q.new_zeros(*q.shape[:3], v.shape[3])
+        return self._exact(dout, inputs, range(1))[0], {"inputs": inputs}
 
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, ...]:
         """(dq, dk, dv), and the gradient of sinks if there are some."""
@@ -53,7 +57,7 @@ class ExactAttention:
     def _exact(self, dout: Tensor, inputs: tuple[Tensor, ...], wanted: range) -> tuple[Tensor, ...]:
         """Those of (out, dq, dk, dv, dsinks) that are wanted, with all heads."""
         q, k, v, *sinks = inputs
-        found = [torch.zeros_like(x, dtype=torch.float64) for x in (q, *inputs)]
+        found = [torch.zeros_like(x, dtype=torch.float64) for x in (dout, *inputs)]
         sharing = q.shape[2] // k.shape[2]
         for head in range(self._rank, k.shape[2], self._ranks):
             self._alive()
@@ -117,7 +121,7 @@ def gate_tokens(problem: Problem, layers: int, device: str) -> int:
 
 def whole(workload: Train, seed: int, problem: Problem, context: RankContext) -> Trainer:
     """The same model on one process, in fp64 and with exact attention, after its backward."""
-    alone = replace(problem.in_one_slice, n=1, dtype="float64", wire_dtype="", layout=LAYOUTS["contiguous"])
+    alone = on_one_process(problem)
     trainer = Trainer(workload.model.small(), alone, workload.training, seed, 0, context.device, None)
     attentions = [
         ExactAttention(each.mask, context.rank, problem.n, context.alive) for each in workload.attentions(alone)
@@ -125,6 +129,14 @@ def whole(workload: Train, seed: int, problem: Problem, context: RankContext) ->
     batch = trainer.batch(0)
     trainer.loss(trainer.hidden(batch, *attentions), batch).backward()
     return trainer
+
+
+def on_one_process(problem: Problem) -> Problem:
+    """The problem on one process in fp64. Keys are made of latents by the layers, so that gradients are autograd's."""
+    alone = replace(
+        problem.in_one_slice, n=1, dtype="float64", wire_dtype="", layout=LAYOUTS["contiguous"], padded=None
+    )
+    return replace(alone, latent_dim=None, rope_dim=None, kv_heads=alone.heads) if alone.latent_dim else alone
 
 
 def compared(found: Trainer, wanted: Trainer) -> GateErrors:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.tensors import KV
 from sp_bench.run.devices import Clock, clock_of
 from sp_bench.run.engine import Engine, Saved
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.latents import Latents
 from sp_bench.workload.attention_step import make_engines, parts_of
 from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.collectives import Call
@@ -46,6 +48,7 @@ class Watched:
     gradients: tuple[Tensor, ...] = ()
     """dout, dq, dk and dv."""
     sinks: Tensor | None = None
+    latents: Latents | None = None
 
 
 @dataclass
@@ -60,6 +63,11 @@ class MarkedEngine:
     readings: list[Callable[[], Spent]] = field(default_factory=list)
     watched: Watched | None = None
     """The holder of the tensors of the last layer; None: nowhere."""
+
+    @property
+    def latents(self) -> Latents | None:
+        """The engine's."""
+        return self.engine.latents
 
     def begin(self, action: Action, live: LiveBytes | None) -> None:
         """Forget the calls so far; the next ones are of this action."""
@@ -76,6 +84,7 @@ class MarkedEngine:
         if self.watched and not self.watched.gradients:
             self.watched.of_queries = (q, k, v, *held, found[0])
             self.watched.sinks = None if sinks is None else sinks.detach().clone()
+            self.watched.latents = self.latents.copied() if self.latents else None
         return found
 
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, ...]:
@@ -202,7 +211,7 @@ class TrainStep(EngineStep):
         sample = sampled(problem, context.rank, self._spec.seed)
         found = sample.of(dict(zip(NAMES, (out, *gradients), strict=True)))
         sunk = None if watched.sinks is None else SunkRows(watched.sinks)
-        return errors_of_rows(problem, context, (q, k, v, dout), found, sample, sunk)
+        return errors_of_rows(problem, context, (q, k, v, dout), found, sample, sunk, latents=watched.latents)
 
     def close(self) -> None:
         """Release the engine's threads and streams."""
@@ -266,7 +275,8 @@ class TrainStep(EngineStep):
         if self._arbitrary_tensors is None:
             problem, rank, device = self._spec.problem, self._trainer.rank, self._trainer.device
             heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-            shapes = [(problem.batch, problem.queries.tokens(rank), h, problem.head_dim) for h in heads]
+            widths = (problem.head_dim, *map(problem.width, KV.fields), problem.value_dim)
+            shapes = [(problem.batch, problem.queries.tokens(rank), *each) for each in zip(heads, widths, strict=True)]
             tensors = tuple(torch.zeros(s, dtype=getattr(torch, problem.dtype), device=device) for s in shapes)
             q, k, v, _ = tensors
             self._arbitrary_tensors = tensors, [each.engine.forward(q, k, v)[1] for each in self._attentions]

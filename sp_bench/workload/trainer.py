@@ -103,10 +103,11 @@ class Trainer:
             )
 
     def _attend(
-        self, attention: Differentiable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+        self, attention: Differentiable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *matrices: Tensor
     ) -> Tensor:
         """The attention's output; sinks that were gathered in the compute dtype get that of statistics."""
-        return attend(q, k, v, attention, None if sinks is None else sinks.to(self.network.wide))
+        sunk = None if sinks is None else sinks.to(self.network.wide)
+        return attend(q, k, v, attention, sunk, attention.latents if matrices else None, matrices)
 
     def loss(self, hidden_BSM: Tensor, batch: Batch) -> Tensor:
         """This rank's part of the loss: those of all ranks add up to the mean over all tokens."""

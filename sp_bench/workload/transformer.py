@@ -15,10 +15,13 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from sp_bench.plan.problem import Problem
+from sp_bench.run.latents import expanded
 from sp_bench.workload.model import Model
 
 Attend = Callable[..., Tensor]
-"""q (B, S, H, D), k and v (B, S, kv_heads, D), and sinks (H,) if there are some -> (B, S, H, D)."""
+"""q (B, S, H, D), k and v (B, S, kv_heads, D), and sinks (H,) if there are some -> (B, S, H, D). Where latents travel,
+k has them and v no elements; sinks, or None, are followed by the matrices that make keys and values (run.attention).
+"""
 Recompute = Literal["none", "attention", "full"]
 """The part that the backward computes again. none: nothing. attention: all but the attention, whose inputs and output
 are kept. full: all of a layer but its input, with the attention and its transfers."""
@@ -69,6 +72,10 @@ class Layer(nn.Module):
     gate: Linear
     up: Linear
     down: Linear
+    q_down: Linear
+    kv_down: Linear
+    k_up: Linear
+    v_up: Linear
     cross_q: Linear
     cross_k: Linear
     cross_v: Linear
@@ -77,6 +84,7 @@ class Layer(nn.Module):
     def __init__(self, model: Model, problem: Problem, dtype: torch.dtype) -> None:
         super().__init__()
         self.head_dim, self.modulated = problem.head_dim, model.modulated
+        self.latents_travel, self.kv_rope = bool(problem.latent_dim), model.kv_rope
         for name, (inputs, outputs) in model.layer_matrices(problem).items():
             self.add_module(name, Linear(inputs, outputs, bias=False, dtype=dtype))
         for name, (inputs, outputs) in model.text_matrices(problem).items():
@@ -88,6 +96,8 @@ class Layer(nn.Module):
             self.modulation_bias = nn.Parameter(torch.zeros(6 * model.width, dtype=dtype))
         else:
             self.norms = nn.ModuleList(RMSNorm(model.width, dtype) for _ in range(2))
+        self.q_norm = RMSNorm(model.q_latent, dtype) if model.q_latent else None
+        self.kv_norm = RMSNorm(model.kv_latent, dtype) if model.kv_latent else None
         self.sinks = nn.Parameter(torch.zeros(problem.heads, dtype=dtype)) if model.sinks else None
 
     def forward(
@@ -104,23 +114,40 @@ class Layer(nn.Module):
         `time_BM` is the embedding of the diffusion time or, where layers share the matrix of modulations, its product,
         (B, 6 M). `text_BTM` is what its cross-attention sees.
         """
-        sinks = () if self.sinks is None else (self.sinks,)
+        beside = () if self.sinks is None else (self.sinks,)
+        if self.latents_travel:
+            beside = (self.sinks, self.k_up.weight, self.v_up.weight)
 
         def whole(x_BSM: Tensor) -> Tensor:
-            return self.rest(x_BSM, attend(*self.heads(x_BSM, rotary_2S1D, time_BM), *sinks), time_BM, text_BTM)
+            return self.rest(x_BSM, attend(*self.heads(x_BSM, rotary_2S1D, time_BM), *beside), time_BM, text_BTM)
 
         if recompute == "none":
             return whole(x_BSM)
         if recompute == "full":
             return _again(whole, x_BSM)
         q, k, v = _again(self.heads, x_BSM, rotary_2S1D, time_BM)
-        return _again(self.rest, x_BSM, attend(q, k, v, *sinks), time_BM)
+        return _again(self.rest, x_BSM, attend(q, k, v, *beside), time_BM)
 
     def heads(self, x_BSM: Tensor, rotary_2S1D: Tensor, time_BM: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, (B, S, heads, D) each, with positions."""
+        """q, k and v, (B, S, heads, D) each, with positions; where latents travel k has these, and v no elements."""
         x_BSM = self._normed(x_BSM, time_BM, 0)
+        if self.kv_norm is not None:
+            return self._heads_of_latents(x_BSM, self.kv_norm, rotary_2S1D)
         q, k, v = (matrix(x_BSM).unflatten(-1, (-1, self.head_dim)) for matrix in (self.q, self.k, self.v))
         return rotated(q, rotary_2S1D), rotated(k, rotary_2S1D), v
+
+    def _heads_of_latents(self, x_BSM: Tensor, kv_norm: RMSNorm, rotary_2S1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The heads of a normed hidden state, by way of latents (Liu et al. 2024, equations 9 to 19 and 37 to 47)."""
+        of_queries = x_BSM if self.q_norm is None else self.q_norm(self.q_down(x_BSM))
+        q = self.q(of_queries).unflatten(-1, (-1, self.head_dim))
+        plain, turned = q.split([self.head_dim - self.kv_rope, self.kv_rope], -1)
+        q = torch.cat((plain, rotated(turned, rotary_2S1D)), -1)
+        latent, shared = self.kv_down(x_BSM)[:, :, None].split([self.k_up.in_features, self.kv_rope], -1)
+        c_BS1W = torch.cat((kv_norm(latent), rotated(shared, rotary_2S1D)), -1)
+        if self.latents_travel:
+            return q, c_BS1W, c_BS1W[..., :0]
+        of_heads = (matrix.weight.to(x_BSM.dtype).unflatten(0, (q.shape[2], -1)) for matrix in (self.k_up, self.v_up))
+        return q, *expanded(c_BS1W, tuple(of_heads))  # pyright: ignore[reportArgumentType]  # they are two
 
     def rest(self, x_BSM: Tensor, out_BSHD: Tensor, time_BM: Tensor | None, text_BTM: Tensor | None = None) -> Tensor:
         """The layer's output, given its input and the attention of its heads."""
@@ -222,7 +249,7 @@ class Transformer(nn.Module):
         crossed, of_layers = (text_BTM if self.model.crosses else None), time_BM
         if time_BM is not None and self.model.modulation == "shared":
             of_layers = self.modulations(F.silu(time_BM))
-        rotary_2S1D = rotary(positions_S, self.problem.head_dim, self.model.rope_theta, self.wide)
+        rotary_2S1D = rotary(positions_S, self.model.kv_rope or self.problem.head_dim, self.model.rope_theta, self.wide)
         for number, layer in enumerate(self.layers):
             attend = attends[self.model.attention_of(number)]
             x_BSM = layer(x_BSM, rotary_2S1D, of_layers, attend, recompute, crossed)

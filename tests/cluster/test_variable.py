@@ -14,6 +14,7 @@ from sp_bench.cluster.kernel_table import KernelTable
 from sp_bench.cluster.variable import Kernel, blocks_s, joined_s
 from sp_bench.packing import documents, lengths_of
 from sp_bench.plan import Problem
+from sp_bench.plan.documents import Window
 from sp_bench.plan.intervals import sizes_of
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import flops_per_pair
@@ -89,6 +90,18 @@ def test_blocks_are_as_their_regions_taken_together(layout: str) -> None:
             continue
         (pieces_s,) = costs.pieces_s(p, "forward", [sizes_of(regions)])
         assert found[kind] == pytest.approx(pieces_s - costs.launch_s, rel=0.15)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_calls_make_the_keys_that_they_see_of_latents(phase: str) -> None:
+    """A window's queries see but a part of the chunk before theirs, and blocks without work make none."""
+    costs, mask = device(), Window((32768,), causal=True, left=1023)
+    shape = {"n": 4, "seqlen": 32768, "heads": 16, "kv_heads": 1, "head_dim": 128, "dtype": "bfloat16"}
+    keys = Problem(mask=mask, layout=mask.layout("contiguous", 4), **shape)
+    latents = replace(keys, latent_dim=512, rope_dim=64)
+    more = (costs.block_s(latents, phase) - costs.block_s(keys, phase)).reshape(4, 4)
+    every, before = (costs.keys_s(latents, phase, tokens) for tokens in (8192, 1023))
+    assert more == pytest.approx(np.diag([every] * 4) + np.diag([before] * 3, -1))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag_documents"])

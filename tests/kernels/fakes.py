@@ -381,12 +381,16 @@ def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, .
     vars(sys.modules["flash_attn_interface"])["splits"] = options.pop("num_splits")
     _note_margin(options)
     cu_q, cu_k, *longest = (options.pop(name) for name in VARLEN)
-    counts, table = options.pop("seqused_k"), options.pop("page_table")
+    counts, table, q_v = (options.pop(name) for name in ("seqused_k", "page_table", "q_v"))
+    if q_v is not None:  # scores are sums of both products, as of tensors end to end
+        assert q.shape[-1] <= 64 and v.shape[-1] >= 256 and q_v.shape == (*q.shape[:3], v.shape[-1])
+        assert q_v.stride(-1) == 1 and q_v.dtype == q.dtype
+        q, k = torch.cat([q_v, q], -1), torch.cat([v, k], -1)
     assert options == {name: default for name, default in _all_arguments(FA3_FWD).items() if name in options}
     if table is not None:
         assert cu_q is None and cu_k is None and not causal
         assert counts.dtype == table.dtype == torch.int32 and table.stride(-1) == 1 and counts.is_contiguous()
-        assert len(table) == len(counts) == len(q) and k.shape == v.shape
+        assert len(table) == len(counts) == len(q) and (k.shape == v.shape or q_v is not None)
         return *forward_pages(q, k, v, counts, table, scale), torch.empty(0), torch.empty(0)
     assert counts is None
     if cu_q is not None:
@@ -543,6 +547,96 @@ class FlashInferModule(ModuleType):
             out, lse = forward_pages(q[:, None], k, v, counts, table, width**-0.5)
             return (out[:, 0], lse[..., 0] / math.log(2)) if return_lse else out[:, 0]
 
+    class mla:  # noqa: N801  # a module there
+        """flashinfer/mla/_core.py."""
+
+        class BatchMLAPagedAttentionWrapper:
+            """The latent and the rotated part of keys and queries are apart; `made` counts plans."""
+
+            made = 0
+
+            def __init__(self, float_workspace_buffer: Tensor, use_cuda_graph: bool = False) -> None:
+                assert float_workspace_buffer.nbytes == 128 * 2**20 and not use_cuda_graph
+
+            def plan(
+                self,
+                qo_indptr: Tensor,
+                kv_indptr: Tensor,
+                kv_indices: Tensor,
+                kv_len_arr: Tensor,
+                num_heads: int,
+                head_dim_ckv: int,
+                head_dim_kpe: int,
+                page_size: int,
+                causal: bool,
+                sm_scale: float,
+                q_data_type: torch.dtype,
+                kv_data_type: torch.dtype,
+            ) -> None:
+                """All in int32. One query token an entry here."""
+                given = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+                assert all(x.dtype == torch.int32 for x in given) and (qo_indptr.diff() == 1).all() and not causal
+                assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1 and kv_indptr[-1] == len(kv_indices)
+                assert (kv_indptr.diff() == -(-kv_len_arr // page_size)).all()
+                self._plan = (kv_indptr.tolist(), kv_indices, kv_len_arr, page_size, sm_scale)
+                self._shapes = (num_heads, head_dim_ckv, head_dim_kpe, q_data_type, kv_data_type)
+                type(self).made += 1
+
+            def run(
+                self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, *, return_lse: bool = False
+            ) -> Any:
+                """The lse is a logarithm to the base 2, (E, heads)."""
+                (ends, indices, counts, page, scale), (heads, ckv, kpe, *dtypes) = self._plan, self._shapes
+                assert q_nope.shape == (len(counts), heads, ckv) and q_pe.shape == (len(counts), heads, kpe)
+                assert ckv_cache.shape[1:] == (page, ckv) and kpe_cache.shape == (len(ckv_cache), page, kpe)
+                assert [q_nope.dtype, ckv_cache.dtype] == dtypes == [q_pe.dtype, kpe_cache.dtype]
+                assert {x.stride(-1) for x in (q_nope, q_pe, ckv_cache, kpe_cache)} == {1}
+                q, k = torch.cat([q_nope, q_pe], -1)[:, None], torch.cat([ckv_cache, kpe_cache], -1)[:, :, None]
+                places = [indices[start:stop].tolist() for start, stop in zip(ends, ends[1:], strict=False)]
+                most = max(map(len, places))
+                table = torch.tensor([[*each, *[0] * (most - len(each))] for each in places])
+                out, lse = forward_pages(q, k, ckv_cache[:, :, None], counts, table, scale)
+                return (out[:, 0], lse[..., 0] / math.log(2)) if return_lse else out[:, 0]
+
+
+class FlashMlaModule(ModuleType):
+    """flash_mla of 2026, with the rules of csrc/api/dense_decode.h."""
+
+    class FlashMLASchedMeta:
+        """Made anew by get_mla_metadata; it is for the shapes and lengths of its first call alone."""
+
+        config: tuple[Any, ...] = ()
+
+    def get_mla_metadata(self, *args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+        """What is given is for releases before."""
+        vars(self)["made"] = vars(self).get("made", 0) + 1
+        return self.FlashMLASchedMeta(), None
+
+    def flash_mla_with_kvcache(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        block_table: Tensor,
+        cache_seqlens: Tensor,
+        head_dim_v: int,
+        tile_scheduler_metadata: FlashMLASchedMeta,
+        num_splits: None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """(out (E, S, H, 512), natural lse (E, H, S))."""
+        assert num_splits is None and q.dtype == k_cache.dtype and q.dtype in (torch.bfloat16, torch.float16)
+        assert block_table.dtype == cache_seqlens.dtype == torch.int32 and block_table.stride(-1) == 1
+        assert q.stride(-1) == k_cache.stride(-1) == 1 and q.shape[3] in (512, 576) and head_dim_v == 512
+        assert k_cache.shape[1:] == (64, 1, q.shape[3]) and len(block_table) == len(cache_seqlens) == len(q) > 0
+        config = (*q.shape, tuple(cache_seqlens.tolist()), causal)
+        assert tile_scheduler_metadata.config in ((), config), "inconsistent with sched_meta"
+        tile_scheduler_metadata.config = config
+        assert not causal
+        return forward_pages(
+            q, k_cache, k_cache[..., :head_dim_v], cache_seqlens, block_table, softmax_scale or q.shape[3] ** -0.5
+        )
+
 
 @contextmanager
 def installed(name: str) -> Iterator[None]:
@@ -600,8 +694,11 @@ _INSTALL: dict[str, Callable[[], Any]] = {
     "flash_attn_3": _fa3,
     "flash_attn_4": lambda: _module(CuteInterface("flash_attn.cute.interface")),
     "flashinfer": lambda: _module(FlashInferModule("flashinfer")),
+    "flash_mla": lambda: _module(FlashMlaModule("flash_mla")),
 }
 OF_CACHES = ("flash_attn", "flash_attn_3", "flashinfer")
 """Those that read pages."""
-FAKED = sorted({*_INSTALL} - {"flashinfer"})
+OF_LATENTS = ("flash_mla", "flash_attn_3", "flashinfer")
+"""Those that take latent keys with values that are a part of them."""
+FAKED = sorted({*_INSTALL} - {"flashinfer", "flash_mla"})
 """Those of blocks, forward and backward."""

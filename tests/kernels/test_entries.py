@@ -35,7 +35,7 @@ UNUSED = 1e4
 @contextmanager
 def kernel_of(name: str) -> Iterator[BlockKernel]:
     """A kernel for decode steps, with a fake of what it calls."""
-    with fakes.installed(name) if name in fakes.OF_CACHES else nullcontext():
+    with fakes.installed(name) if name in (*fakes.OF_CACHES, *fakes.OF_LATENTS) else nullcontext():
         kernel = KERNELS[name]()
         kernel.decodes = True
         yield kernel
@@ -93,6 +93,7 @@ def test_which_pages_a_kernel_takes() -> None:
     }
     every = [1, 16, 64, 128, 256, 384, 512]
     assert taken.pop("flash_attn") == [256, 512]
+    assert taken.pop("flash_mla") == [64]
     assert taken.pop("aten_cpu") == [64, 128, 256, 384, 512]
     assert taken.pop("flash_attn_3") == taken.pop("flashinfer") == every
     assert not any(taken.values())
@@ -134,6 +135,76 @@ def test_a_step_on_one_rank(name: str, page: int | None) -> None:
             assert relative_error(outs[0][0, rows], wanted) <= TOLERANCE[torch.bfloat16]
             row += 3
         first += length
+
+
+@pytest.mark.parametrize("name", fakes.OF_LATENTS)
+def test_latent_pages_are_read_with_values_that_are_their_first_elements(name: str) -> None:
+    """Twice, as at two steps, and keys that lie one behind the other."""
+    with kernel_of(name) as kernel:
+        assert not kernel.pads(576, 512)
+        for page in (1, 16, 64, 256):
+            if not kernel.takes_pages(page):
+                continue
+            for rows in (1, 5, 16):
+                k, _, entries = pools([1, page, page + 1, 3 * page - 1, 2], page, 1, 576, torch.bfloat16)
+                q = torch.randn(len(entries), rows, 1, 576, generator=torch.Generator().manual_seed(3)).bfloat16()
+                wanted, of_lse = exact(q, k, k[..., :512], entries)
+                for _ in range(2):
+                    out, lse = kernel.forward_pages(q, k, k[..., :512], entries)
+                    assert out.shape == (*q.shape[:3], 512) and out.is_contiguous() and lse.shape == of_lse.shape
+                    assert relative_error(out, wanted) <= TOLERANCE[torch.bfloat16], (page, rows)
+                    torch.testing.assert_close(lse.double(), of_lse, rtol=0, atol=LSE_TOLERANCE[torch.bfloat16])
+        for keys in (64, 100):
+            q, k = (torch.randn(2, tokens, 1, 576).bfloat16() for tokens in (3, keys))
+            out, lse = kernel.forward(q, k, k[..., :512], RegionKind.FULL)
+            scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 24
+            wanted = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(3), k[..., :512].double())
+            assert relative_error(out, wanted) <= TOLERANCE[torch.bfloat16]
+            torch.testing.assert_close(lse.double(), scores.logsumexp(3), rtol=0, atol=LSE_TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("name", fakes.OF_LATENTS)
+@pytest.mark.parametrize("page", [None, 64, 16])
+def test_a_step_of_latents_on_one_rank(name: str, page: int | None) -> None:
+    mask = Caches((300, 64, 41), new=1, share=4, page=page)
+    shape = {"heads": 1, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "absorbed": True, "dtype": "bfloat16"}
+    problem = Problem(n=1, seqlen=mask.seqlen, kv_seqlen=mask.kv_seqlen, mask=mask, layout=mask.layout("auto"), **shape)
+    generator = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(1, n, 1, 576, generator=generator).bfloat16() for n in (mask.seqlen, mask.kv_seqlen))
+    with kernel_of(name) as kernel:
+        plans = {"forward": build("dcp", {}).plan(problem, "forward", COMPUTE_BOUND)}
+        engine = Engine(plans, problem, kernel, CPU)
+        pooled = in_pages(problem, 0, k, k[..., :0])
+        outs = [engine.forward(q, *pooled)[0] for _ in range(2)]
+        engine.close()
+    assert torch.equal(*outs)
+    first = 0
+    for row, length in enumerate(mask.lengths):
+        rows, keys = slice(4 * row, 4 * row + 4), k[0, first : first + length].double()
+        scores = torch.einsum("rhd,khd->hrk", q[0, rows].double(), keys) / 24
+        wanted = torch.einsum("hrk,khd->rhd", scores.softmax(2), keys[..., :512])
+        assert relative_error(outs[0][0, rows], wanted) <= TOLERANCE[torch.bfloat16]
+        first += length
+
+
+def test_the_choice_for_latent_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, H100)
+    with fakes.installed("flash_attn_3"), fakes.installed("flash_mla"), fakes.installed("flashinfer"):
+        assert chosen(64).name == chosen(64, 576, 512).name == "flash_attn_3"
+        for name, widths in (("flash_mla", (128, 128)), ("flash_mla", (576, 576)), ("flashinfer", (576, 576))):
+            with pytest.raises(RequestError, match=f"kernel={name}: it takes .*576 with .*512, not {widths[0]} with"):
+                chosen(64, *widths, name)
+        with pytest.raises(RequestError, match="kernel=flash_attn_3: it takes a head_dim of at most 256"):
+            chosen(64, 576, 576, "flash_attn_3")
+        with pytest.raises(RequestError, match="kernel=flash_mla: it has no backward, and is for workload=decode"):
+            choose("flash_mla", "cuda", "bfloat16", 576)
+    with fakes.installed("flash_mla"), fakes.installed("flashinfer"):
+        assert [chosen(page, 576, 512).name for page in (64, 16)] == ["flash_mla", "flashinfer"]
+    gpu(monkeypatch, ADA)
+    with fakes.installed("flash_mla"), fakes.installed("flashinfer"):
+        assert chosen(64, 576, 512).name == "flashinfer"
+        with pytest.raises(RequestError, match="kernel=flash_mla: it is for GPUs of compute capability 9.x"):
+            chosen(64, 576, 512, "flash_mla")
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "flash_attn_3"])
@@ -219,7 +290,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     packages(monkeypatch, "flashinfer")
     with pytest.raises(RequestError, match=r"kernel=flashinfer: it takes a head_dim of 64, 128, 256 .* not 96 with 96"):
         chosen(64, 96, 96, "flashinfer")
-    with pytest.raises(RequestError, match="values as wide, not 128 with 64"):
+    with pytest.raises(RequestError, match="values as wide, or 576 with 512, not 128 with 64"):
         chosen(64, 128, 64, "flashinfer")
     with pytest.raises(RequestError, match="kernel=flashinfer: it has no backward, and is for workload=decode alone"):
         choose("flashinfer", "cuda", "bfloat16", 128)

@@ -44,6 +44,9 @@ def test_blocks_compute_each_unmasked_pair_once(mask: Packed, name: str, n: int)
         np.testing.assert_array_equal(found, wanted)
         assert blocks.pairs[kind] == wanted.sum()
         assert blocks.computes[kind] == wanted.any()
+        of_runs = name != "striped" and all(map(len, chunks))
+        more = blocks.keys_seen[kind] - wanted.any(0).sum()
+        assert more == 0 if of_runs else more >= 0 or not wanted.any()
 
 
 @given(packs(cached=True), names, st.integers(1, 6))

@@ -47,7 +47,10 @@ PACK = "mask=document data=lengths data.lengths=[32k,16k,16k]"
         (f"{PACK} data.cached=[1k,0,2k] model=llama3_8b", "kv_seqlen=68608: workload=train trains on whole sequences"),
         ("kv_seqlen=7 mask=full", "kv_seqlen=7: the contiguous layout for 8 ranks .*; kv_seqlen=8 or more would work"),
         ("v_head_dim=256", "v_head_dim=256: kernels pad values to .* head_dim=128; v_head_dim=128 or less would work"),
-        ("v_head_dim=64 model=llama3_8b", "v_head_dim=64: the models of workload=train have values as wide as keys"),
+        (
+            "v_head_dim=64 model=llama3_8b",
+            "v_head_dim=64, workload=train: the layers of .* have values as wide as keys",
+        ),
         ("kv_seqlen=128k model=llama3_8b", "kv_seqlen=131072: workload=train trains on whole sequences"),
     ],
 )
@@ -162,13 +165,15 @@ def test_latents_travel_in_place_of_keys_and_are_counted_simulated_and_told(tmp_
         ("kv_heads=8", "latent_dim=512, kv_heads=8: all heads have their keys of one latent.*; kv_heads=1 would work"),
         ("rope_dim=192", "rope_dim=192: must be 0 to 191: .*; rope_dim=64 would work"),
         ("latent_dim=null rope_dim=64", "rope_dim=64: .* none travels; latent_dim=512, or rope_dim=null, would work"),
-        ("mask=window window=[64,0]", "latent_dim=512, mask=.*: latents travel under masks of whole sequences"),
-        ("method=ulysses method.pad_heads=true heads=12", "latent_dim=512, method.pad_heads=true: "),
         ("workload=decode method=helix kv_seqlen=64k seqlen=1", "latent_dim=512, workload=decode: "),
         ("cuda_graph=true", "latent_dim=512 cuda_graph=true: blocks add to gradients"),
         ("dtype=float16", "dtype=float16: .* so that no making of keys is simulated; dtype=bfloat16 would work"),
-        ("workload=train model=tiny", "latent_dim=512: the models of workload=train have projections to the keys"),
-        ("workload=prefill model=llama3_8b", "latent_dim=512: the models of workload=prefill have projections"),
+        ("workload=train model=tiny", "latent_dim=512, workload=train: the layers of model=tiny have .*minicpm3_4b"),
+        (
+            "model=tiny_mla dtype=float32 cluster=local gpus=2",
+            "latent_dim=512: the layers of model=tiny_mla make latents of 32",
+        ),
+        ("workload=prefill model=llama3_8b", "latent_dim=512, workload=prefill: the layers of .* have projections"),
     ],
 )
 def test_latents_that_no_block_can_make_keys_of_are_refused(asked: str, message: str, tmp_path: Path) -> None:
@@ -183,6 +188,19 @@ def _but(words: list[str], *usual: str) -> list[str]:
     """The usual keys that aren't among the words."""
     given = {word.partition("=")[0] for word in words}
     return [word for word in usual if word.partition("=")[0] not in given]
+
+
+def test_measured_latents_of_windows_and_padded_heads(tmp_path: Path) -> None:
+    """The gate's sequence and the timed one are compared with fp64."""
+    latents = (*SMALL[:3], *SMALL[4:], "v_head_dim=8", "latent_dim=12")
+    padded = ("method=ulysses", "method.pad_heads=true", "heads=3")
+    asked = [point(*latents, "method=group_cast", "heads=2", "mask=window", "window=[9,0]"), point(*latents, *padded)]
+    for outcome in run_points(asked, folder=tmp_path, reuse=False):
+        record = outcome.record
+        assert record.status == "ok", record.error
+        assert record.err_dk is not None and max(record.err_dk, record.err_timed_dq or 1) < 2e-6
+        assert record.comm_bytes_per_gpu == record.comm_bytes_expected
+        assert (record.padded_heads, record.padded_kv_heads) == ((None, None) if record.mask == "window" else (4, 1))
 
 
 @pytest.mark.parametrize("method", ["ring", "mesh", "helix"])
@@ -201,6 +219,71 @@ def test_the_shape_of_a_decode_step_makes_no_keys(method: str) -> None:
 def test_deepseek_v3_in_training_and_prefill() -> None:
     """DeepSeek-AI 2024, section 4.2: heads of 128 + 64 elements, values of 128, a latent of 512."""
     shape = ("heads=128", "head_dim=192", "v_head_dim=128", "latent_dim=512", "rope_dim=64")
-    for workload in ("attention", "prefill"):
-        usual = ("gpus=8", "seqlen=64k", "cluster=h200_ndr400", "method=ring", f"workload={workload}")
-        assert point("model=deepseek_v3_latents", *usual).problem == point(*shape, *usual).problem
+    usual = ("gpus=8", "seqlen=64k", "cluster=h200_ndr400", "method=ring")
+    alone = point(*shape, *usual).problem
+    for workload in ("attention", "prefill", "train"):
+        asked = point("model=deepseek_v3_latents", *usual, f"workload={workload}")
+        assert asked.problem == alone
+        said = "model=deepseek_v3_latents leaves out experts that a token doesn't have"
+        assert any(said in note for note in asked.notes) == (workload != "attention")
+
+
+MLA = ("model=tiny_mla", "gpus=2", "method=ring", "seqlen=64", "cluster=local", "dtype=float32")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            "latent_dim=16",
+            "latent_dim=16: the layers of model=tiny_mla make latents of 32 . 8 .*; latent_dim=32, or lat",
+        ),
+        ("rope_dim=4", "rope_dim=4: .*; rope_dim=8, or latent_dim=null rope_dim=null kv_heads=4, would work"),
+        (
+            "latent_dim=null rope_dim=null kv_heads=2",
+            "kv_heads=2: .* keys of every head .*; kv_heads=4, or latent_dim=32",
+        ),
+        ("head_dim=8 v_head_dim=8 latent_dim=null rope_dim=null kv_heads=4", "head_dim=8: .* head_dim=10 would work"),
+        ("model.kv_latent=null model.kv_rope=0", "q_latent=48: is of layers .*; .*kv_latent=512 would work"),
+        ("model.kv_rope=7", "model.kv_rope=7: RoPE turns pairs .*; model.kv_rope=8 would work"),
+        (
+            "train.tensor_parallel=2 mode=simulate",
+            "train.tensor_parallel=2: every GPU has whole latents.*; 1 would work",
+        ),
+        ("workload=decode seqlen=1 kv_seqlen=1k method=helix", "latent_dim=32, workload=decode: a step makes no keys"),
+    ],
+)
+def test_what_layers_with_latents_refuse(asked: str, message: str) -> None:
+    words = asked.split()
+    with pytest.raises(RequestError, match=message):
+        point(*_but(words, *MLA), *words)
+
+
+def test_a_step_with_latents_sends_less_and_makes_more_than_one_with_keys(tmp_path: Path) -> None:
+    """Of one model, which has as many parameters and FLOPs either way."""
+    base = ("model=deepseek_v2_lite", "gpus=64", "seqlen=256k", "method=ring", "cluster=h200_ndr400")
+    forms = [("latent_dim=null", "rope_dim=null", "kv_heads=16"), ()]
+    asked = [point(*base, *form) for form in forms]
+    keys, latents = (outcome.record for outcome in run_points(asked, folder=tmp_path, reuse=False))
+    assert keys.parameters == latents.parameters and keys.mfu and latents.mfu
+    assert keys.step_ms_median and latents.step_ms_median
+    assert keys.mfu * keys.step_ms_median == pytest.approx(latents.mfu * latents.step_ms_median)
+    assert keys.comm_bytes_per_gpu and latents.comm_bytes_per_gpu and keys.update_ms_median == latents.update_ms_median
+    fewer = 16 * (192 + 128) - 576  # elements of a token, which all ranks get forward and backward, with gradients
+    sent = keys.comm_bytes_per_gpu - latents.comm_bytes_per_gpu
+    assert sent == pytest.approx(27 * 3 * 2 * 2**18 * fewer, rel=0.02)
+    assert keys.activations_bytes and latents.activations_bytes
+    more = keys.activations_bytes - latents.activations_bytes  # keys and values of 16 heads in place of latents
+    assert more == 27 * 2**12 * 2 * fewer
+    assert latents.bound_ms and latents.bound_ms <= latents.step_ms_median
+
+
+def test_a_prompt_through_layers_with_latents(tmp_path: Path) -> None:
+    """GPUs that share heads hold whole latents each, and the cache is of these."""
+    base = ("model=deepseek_v3_latents", "workload=prefill", "seqlen=64k", "method=ring", "cluster=h200_ndr400")
+    asked = [point(*base, f"gpus={8 * degree}", f"prefill.tensor_parallel={degree}") for degree in (1, 4)]
+    one, four = (outcome.record for outcome in run_points(asked, folder=tmp_path, reuse=False))
+    assert one.kv_cache_bytes == four.kv_cache_bytes == 61 * 2 * 576 * 2**16 // 8
+    assert one.parameters == four.parameters and one.attention_bytes and four.attention_bytes
+    assert four.attention_bytes < one.attention_bytes
+    assert one.ttft_s and four.ttft_s and one.ttft_s / 4 < four.ttft_s < one.ttft_s

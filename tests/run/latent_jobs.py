@@ -21,8 +21,9 @@ from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.latents import Latents
 from sp_bench.run.nccl import transport_for
 from sp_bench.run.sharding import owned
-from tests.support.attention_cases import Case
+from tests.support.attention_cases import Case, Difference, difference
 from tests.support.ranks import group_of
+from tests.support.seen import seen
 
 LATENT, ROPE = 20, 4
 NAMES = ("out", "dq", "dc", "of_keys", "of_values")
@@ -31,10 +32,12 @@ NAMES = ("out", "dq", "dc", "of_keys", "of_values")
 class Found(NamedTuple):
     """How far a rank's results are from fp64, and its bytes beside their counts."""
 
-    errors: dict[str, tuple[float, float]]
-    """(squared error, squared norm) of out, dq and dc, and of the matrices' gradients, which are those of all ranks."""
+    errors: dict[str, Difference]
+    """Those of out, dq and dc, and of the matrices' gradients, which are those of all ranks."""
     sent: int
-    counted: float
+    counted: int
+    closed: float
+    """The closed form of what a GPU sends, for whole chunks."""
     live: int
     expected: int
 
@@ -81,13 +84,12 @@ def _found(case: Case, group) -> Found:
             dist.all_reduce(x, group=group)
     wanted = _dense(case, problem, q, c, dout, latents)
     mine = [wanted[0][:, of_queries], wanted[1][:, of_queries], wanted[2][:, of_keys], *wanted[3:]]
-    errors = {
-        name: (float((x.double() - y).square().sum()), float(y.square().sum()))
-        for name, x, y in zip(NAMES, (*results[:3], *sums), mine, strict=True)
-    }
-    counted = 2 * sum(method.bytes_sent(of_latents(case), phase) for phase in PHASES)
+    errors = {name: difference(x, y) for name, x, y in zip(NAMES, (*results[:3], *sums), mine, strict=True)}
+    volumes = (account.volume(plan, problem) for plan in plans.values())
+    counted = 2 * sum(sum(volume.of(rank).values()) for volume in volumes)
+    closed = 2 * sum(method.bytes_sent(of_latents(case), phase) for phase in PHASES)
     expected = account.peak_bytes(plans.values(), problem, GLOO)
-    return Found(errors, sent, counted, live.peak, expected)
+    return Found(errors, sent, counted, closed, live.peak, expected)
 
 
 def _whole(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,13 +110,17 @@ def _dense(case: Case, problem: Problem, q: Tensor, c: Tensor, dout: Tensor, lat
     leaves = [x.double().requires_grad_() for x in (q, c, latents.to_keys, latents.to_values)]
     q, c, to_keys, to_values = leaves
     latent, shared = c[:, :, 0, :LATENT], c[:, :, 0, LATENT:]
-    hidden = torch.ones(problem.seqlen, problem.keys.seqlen, dtype=torch.bool)
-    hidden = hidden.triu(problem.keys.seqlen - problem.seqlen + 1) if case.causal else ~hidden
+    rows, keys = problem.seqlen, problem.keys.seqlen
+    visible = torch.ones(rows, keys, dtype=torch.bool)
+    if case.pack:
+        visible = torch.from_numpy(seen(case.pack))
+    elif case.causal:
+        visible = visible.tril(keys - rows)
     heads = []
     for head in range(problem.heads):
         k = torch.cat([torch.einsum("bsl,el->bse", latent, to_keys[head]), shared], dim=2)
         v = torch.einsum("bsl,el->bse", latent, to_values[head])
         scores = torch.einsum("bqd,bkd->bqk", q[:, :, head], k) / math.sqrt(problem.head_dim)
-        heads.append(scores.masked_fill(hidden, -math.inf).softmax(2) @ v)
+        heads.append(scores.masked_fill(~visible, -math.inf).softmax(2) @ v)
     out = torch.stack(heads, dim=2)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]

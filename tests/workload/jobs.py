@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sp_bench.measure.pool import report
 from sp_bench.plan.documents import Packed
-from sp_bench.plan.layout import LAYOUTS
 from sp_bench.run.engine import Engine, Saved
 from sp_bench.run.executor import Action
 from sp_bench.run.nccl import transport_for
@@ -21,7 +20,7 @@ from sp_bench.workload.attention_step import make_engine, make_engines, sinks_of
 from sp_bench.workload.denoiser import Denoiser
 from sp_bench.workload.dit_gate import Seen
 from sp_bench.workload.prefill_step import PrefillStep
-from sp_bench.workload.train_gate import ExactAttention, compared
+from sp_bench.workload.train_gate import ExactAttention, compared, on_one_process
 from sp_bench.workload.trainer import Trainer
 from tests.support.ranks import group_of
 from tests.support.seen import seen
@@ -42,8 +41,7 @@ def trainer_of(spec: Spec, rank: int, group: dist.ProcessGroup | None = None) ->
 
 def alone(spec: Spec) -> Spec:
     """The same on one process in fp64."""
-    problem = spec.problem
-    whole = replace(problem.in_one_slice, n=1, dtype="float64", wire_dtype="", layout=LAYOUTS["contiguous"])
+    whole = on_one_process(spec.problem)
     return replace(spec, workload=replace(of_kind(Train, spec.workload), sharded=False), problem=whole, plans={})
 
 
@@ -57,6 +55,8 @@ def _prepared(specs: Sequence[Spec]) -> Iterator[tuple[Spec, Trainer, list[Engin
 
 class Dropping:
     """An attention that forgets its sinks."""
+
+    latents = None
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.backward = engine, engine.backward

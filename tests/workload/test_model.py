@@ -19,7 +19,7 @@ SIMULATED = ("gpus=2", "method=ring", "cluster=h100_ndr400", "dtype=bfloat16")
 MODELS = [name for name in conf_files("model") if name != NONE]
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny_dit"])
+@pytest.mark.parametrize("name", ["tiny", "tiny_dit", "tiny_mla"])
 def test_parameters_are_those_of_the_module(name: str) -> None:
     request = point(f"model={name}", "gpus=2", "method=ring")
     model = of_kind(Train, request.workload).model
@@ -39,12 +39,18 @@ def test_parameters_are_those_of_the_module(name: str) -> None:
         ("dit_xl", 0.67),
         ("gemma3_27b", 28.4),
         ("gpt_oss_20b", 4.18),
+        ("minicpm3_4b", 4.26),
+        ("deepseek_v2_lite", 2.66),
+        ("deepseek_v3_latents", 37.4),
     ],
 )
 def test_published_sizes(name: str, billions: float) -> None:
     """Llama 7B: 6.7B (table 2 of its paper). Llama 3 8B: 8.03B. DiT-XL: 675M (table 1 of its paper). Gemma 3 27B: 25.6B
-    and an embedding of 1.4B, which is there twice. gpt-oss-20b: 3.6B active, which count one of both of 0.58B."""
-    request = point(f"model={name}", *SIMULATED)
+    and an embedding of 1.4B, which is there twice. gpt-oss-20b: 3.6B active, which count one of both of 0.58B.
+    MiniCPM3: 4.07B, and an embedding of 0.19B, which is there twice. DeepSeek-V3: 37B active. DeepSeek-V2-Lite: 2.4B
+    active, which count one of both of 0.21B."""
+    of_attention = name == "deepseek_v3_latents"  # by default
+    request = point(f"model={name}", *SIMULATED, *["workload=train"] * of_attention)
     assert of_kind(Train, request.workload).model.parameters(request.problem) / 1e9 == pytest.approx(billions, rel=0.02)
 
 

@@ -71,6 +71,28 @@ def test_gradients_with_sinks_of_every_layer(ranks: Ranks, methods: tuple[str, .
     assert {name for name in errors if "sinks" in name} == {f"gradient of layers.{i}.sinks" for i in range(2)}
 
 
+LATENTS = {
+    "ring": "train.recompute=none sinks=true",
+    "ulysses": "train.recompute=full method.pad_heads=true heads=5",
+    "mesh": "train.parameters=sharded",
+    "usp": "mask=window window=[9,0] model.full_every=2 model.layers=3",
+    "group_cast": "mask=document data=lengths data.lengths=[10,1,30,23] model.q_latent=null",
+}
+KEYS = "latent_dim=null rope_dim=null kv_heads=4"
+
+
+@pytest.mark.parametrize("methods", [("ring", "ulysses", "group_cast"), exhaustive(METHODS)], ids=len)
+def test_gradients_of_latents_and_of_what_makes_keys_of_them(ranks: Ranks, methods: tuple[str, ...]) -> None:
+    """Every parameter's, those of the matrices that blocks apply among them, against a model that makes all keys."""
+    points = [f"method={name} model=tiny_mla {LATENTS.get(name, '')}" for name in methods]
+    assert_exact(ranks, [*points, f"method=ring model=tiny_mla {KEYS}"])
+    (errors,) = ranks.run(jobs.gradient_errors, [training("gpus=4", *points[0].split())])[0]
+    made = {
+        f"gradient of layers.0.{name}.weight" for name in ("q_down", "q_norm", "kv_down", "kv_norm", "k_up", "v_up")
+    }
+    assert made < errors.keys()
+
+
 def test_sinks_that_are_left_out_show(ranks: Ranks) -> None:
     """As an attention that drops them would."""
     spec = training("gpus=2", "method=ring", "sinks=true")
@@ -184,6 +206,21 @@ def test_measured_point_has_the_parts_of_a_step(tmp_path) -> None:
     assert record.err_seqlen == record.err_timed_seqlen == 128
     timed = [record.err_timed_out, record.err_timed_dq, record.err_timed_dk, record.err_timed_dv]
     assert 1e-9 < min(timed) < max(timed) < 2e-6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["", KEYS])
+def test_a_measured_point_of_layers_with_latents(form: str, tmp_path) -> None:
+    from sp_bench.point import run_points
+
+    base = ("model=tiny_mla", "gpus=2", "method=ring", "dtype=float32", "iters=1", "warmup=1", "seqlen=128")
+    request = point(*base, *form.split())
+    record = Known(run_points([request], folder=tmp_path, reuse=False)[0].record)
+    assert (record.status, record.model) == ("ok", "tiny_mla"), record.error
+    assert record.comm_bytes_per_gpu == record.comm_bytes_expected
+    wanted = request.workload.held_bytes(request.cluster.device, request.problem)
+    assert record.activations_bytes == pytest.approx(wanted["activations"], rel=0.05)
+    assert max(record.err_gradient, record.err_timed_out, record.err_timed_dq, record.err_timed_dk) < 2e-6
 
 
 @pytest.mark.long
