@@ -88,7 +88,7 @@ class Deal:
 
 
 class Pieces(NamedTuple):
-    """What a dealer deals: runs of positions, in any order, of which some may be empty. (pieces,) each."""
+    """The pieces that a dealer deals: runs of positions, in any order, of which some may be empty. (pieces,) each."""
 
     chunk: np.ndarray
     """The chunk that gets each."""

@@ -578,7 +578,7 @@ class Plan:
 V = TypeVar("V")
 _SHARED: WeakValueDictionary[Hashable, Plan] = WeakValueDictionary()
 KEPT = 16
-"""Of how many problems at most what is found of a plan is kept: a plan may serve any number of packs."""
+"""How many problems there may be of which a plan keeps what is found: it may serve any number of packs."""
 
 
 def keep(found: dict[Any, V], key: Hashable, value: V) -> V:
