@@ -31,6 +31,8 @@ from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.regions import Regions
 
+MOST_TOKENS, MOST_BEFORE = 2**27, 2**40
+"""Tokens of a pack, whose arrays have some bytes for each, and of its histories or of a window, which are numbers."""
 EVEN_ENOUGH = 1.1
 """layout=auto takes, of the layouts whose busiest rank has at most this multiple of the mean work, the one that needs
 the least data of other ranks."""
@@ -102,6 +104,16 @@ class Packed(OfLengths):
                 )
         if not self.lengths:
             raise RequestError("a pack of no documents", "a pack has at least one", "lengths=[1024] would work")
+        if (tokens := sum(self.lengths)) > MOST_TOKENS:
+            rule = f"has more tokens than the {MOST_TOKENS} that are looked at one by one"
+            raise RequestError(f"a pack of {tokens} tokens", rule, f"at most {MOST_TOKENS} would work")
+        for what, count in (
+            ("histories", sum(map(sum, self.cached))),
+            ("window", max(self.left or 0, self.right or 0)),
+        ):
+            if count > MOST_BEFORE:
+                rule = f"is more than the {MOST_BEFORE} that numbers hold"
+                raise RequestError(f"{what} of {count} tokens", rule, f"at most {MOST_BEFORE} would work")
 
     def behind(self, cached: Sequence[Sequence[int]]) -> Self:
         """The same documents as queries, each behind what is `cached` of it: the tokens of each stretch that was dealt

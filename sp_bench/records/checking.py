@@ -63,7 +63,8 @@ def _values(record: Record) -> Iterator[str]:
         yield f"mfu={record.mfu} is not between 0 and 1"
     yield from _rates(record)
     if step_ms:
-        rates = {"iters_per_s": 1e3 / step_ms, "tokens_per_s": 1e3 * record.batch * record.seqlen / step_ms}
+        tokens = (record.sequences or record.batch) * record.seqlen
+        rates = {"iters_per_s": 1e3 / step_ms, "tokens_per_s": 1e3 * tokens / step_ms}
         for name, right in rates.items():
             if (value := getattr(record, name)) is not None and not _same(value, right):
                 yield f"{name}={value} is not that of step_ms_median={step_ms}, {right:g}"

@@ -43,7 +43,7 @@ def step_flops(record: Record) -> float | None:
         return None
     if pairs is None or of_full is None:
         return None
-    per_pair = flops_per_pair(record.phase, record.head_dim, record.v_head_dim or record.head_dim)
+    per_pair = flops_per_pair(record.phase, record.head_dim, value_dim(record))
     attention = float(record.batch * pairs * record.heads * per_pair)
     if record.workload == "dit" and record.phase == "forward":
         return _denoising_flops(record, pairs)
@@ -116,10 +116,20 @@ def _denoising_flops(record: Record, pairs: float) -> float | None:
 def _weights(record: Record, model: Mapping[str, Any]) -> float:
     """How many weights each token is multiplied with: of all layers, and of what maps it in and out."""
     decoder, width = model["kind"] == "decoder", model["width"]
-    heads = 2 * (record.heads + record.kv_heads) * record.head_dim
-    layer = width * (heads + (3 if decoder else 2) * model["ffn"])
+    q, kv, out = record.heads * record.head_dim, record.kv_heads * record.head_dim, record.heads * value_dim(record)
+    attention = 2 * width * (q + kv)
+    if latent := model.get("kv_latent"):
+        rope, of_queries = model["kv_rope"], model.get("q_latent") or 0
+        attention = width * of_queries + (of_queries or width) * q + width * (latent + rope)
+        attention += latent * (q - record.heads * rope + out) + out * width
+    layer = attention + width * (3 if decoder else 2) * model["ffn"]
     # The embedding of a decoder is looked up; a patch is multiplied at both ends.
     return model["layers"] * layer + width * (model["vocab"] if decoder else 2 * model["channels"])
+
+
+def value_dim(record: Record) -> int:
+    """Elements of a head of values."""
+    return record.v_head_dim or record.head_dim
 
 
 @cache

@@ -14,6 +14,8 @@ NO_MODEL = "none"
 """The name of no model in a config."""
 OF_ATTENTION_ALONE = ("attention", "decode")
 """Workloads without a model, wherever their heads are from."""
+IN_WORDS = ("name", "left_out")
+"""The keys of a model that are no figures."""
 PACK_KEYS = ("data", "seed", "chunk")
 """The keys of a resolved config that say how long the documents of a pack are."""
 
@@ -34,6 +36,8 @@ def workload_id(record: Mapping[str, Any]) -> str:
         config = record.get("config") or {}
         if mask.startswith("document"):
             mask += f"-{digest({key: config.get(key) for key in PACK_KEYS})[:8]}"
+    if mask == "chunked":
+        mask += f"{(record.get('config') or {}).get('chunk')}" + ("" if record["causal"] else "-full")
     mask += "-sinks" if record.get("sinks") else ""
     named = ("heads", "kv_heads", "head_dim", *(["v_head_dim"] if record.get("v_head_dim") else []))
     heads = ":".join(str(record[key]) for key in named)
@@ -68,7 +72,7 @@ def model_in_words(record: Mapping[str, Any]) -> str | None:
         name = name or own.get("name")  # a record that failed has it in its config alone
     if not name or name == NO_MODEL:
         return None
-    figures = {key: value for key, value in own.items() if key != "name"}
+    figures = {key: value for key, value in own.items() if key not in IN_WORDS}
     known = _shipped(name)
     if known is None:
         return f"{name}-{digest(figures)[:8]}"
@@ -81,4 +85,4 @@ def _shipped(name: str) -> Mapping[str, Any] | None:
     """The figures of a model in the suite's own conf/model; None if it has no model of that name."""
     files = {path.stem: path for path in (CONF / "model").glob("*.yaml")}
     figures = conf_content(files[name], files)["model"] if name in files else None
-    return figures and {key: value for key, value in figures.items() if key != "name"}
+    return figures and {key: value for key, value in figures.items() if key not in IN_WORDS}

@@ -90,6 +90,8 @@ class BlockCosts:
     def kinds(self) -> np.ndarray:
         """A number for each class of blocks, the same for classes with the same costs: (classes,)."""
         parts = [self._problem.blocks.parts(keys=keys) for keys in (False, True)]
+        if all(len({*each}) == 1 for each in parts):  # as of packs, which have a class for each pair of chunks
+            return self.class_s
         costs = [(seconds, *(part if seconds else ())) for seconds, *part in zip(self.class_s, *parts, strict=True)]
         number = {cost: i for i, cost in enumerate(dict.fromkeys(costs))}
         return np.array([number[cost] for cost in costs])

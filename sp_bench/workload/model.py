@@ -228,6 +228,10 @@ class Model(Section, frozen=True, kw_only=True):
         return structs.replace(self, full_every=every, **sizes, **own)
 
 
+WHOLE = ("q_down", "kv_down")
+"""The matrices that every tensor-parallel GPU has whole: latents are of all heads."""
+
+
 def mask_of_full_layers(config: Mapping[str, Any], mask: Mask) -> Mask:
     """The mask of the layers that see all, of a model with others among them.
 

@@ -28,7 +28,7 @@ from sp_bench.reading import Count, Natural, Section, Tokens, read
 from sp_bench.records.quantities import Prompt, TrainingStep
 from sp_bench.workload.base import SINKS, RankContext, Spec, Step, Workload
 from sp_bench.workload.gate import GateErrors
-from sp_bench.workload.model import NONE, Model, mask_of_full_layers, refuse_keys
+from sp_bench.workload.model import NONE, WHOLE, Model, mask_of_full_layers, refuse_keys
 from sp_bench.workload.prefill_costs import PrefillCosts, layer_cache_bytes
 from sp_bench.workload.training import refuse_training
 
@@ -257,14 +257,15 @@ class Prefill(Workload):
         """FLOPs of the attention, as account.model_flops counts them; with a model also 2 N D of its layers, and those
         of the last token's head.
 
-        With tensor parallelism, they are those of one GPU of each group.
+        With tensor parallelism, they are those of one GPU of each group, with a share of what all compute alike.
         """
         kinds = zip(self.layers_by_attention, self.masks(problem), strict=True)
         attention = sum(layers * account.model_flops(replace(problem, mask=mask), phase) for layers, mask in kinds)
         if not self.model:
             return attention
         share = self.model.part(self.degree, self.degree_key)
-        of_a_layer = sum(a * b for a, b in share.layer_matrices(problem).values())
+        matrices = share.layer_matrices(problem).items()
+        of_a_layer = sum(a * b / (self.degree if name in WHOLE else 1) for name, (a, b) in matrices)
         tokens = share.layers * of_a_layer * problem.seqlen + share.outputs * share.width
         return attention + 2.0 * problem.batch * tokens
 

@@ -192,6 +192,7 @@ def test_chunked() -> None:
         ((4, 0), "document 1 has length 0: a document has at least one token"),
         ((-3,), "document 0 has length -3"),
         ((), "a pack of no documents"),
+        ((10**20, 1), "a pack of 100000000000000000001 tokens: has more tokens than the 134217728"),
         (
             (5, 6),
             "seqlen=12: the 2 documents .5, 6. must fill it, .* 11 tokens.*; seqlen=11, or one more .* of 1 tokens",

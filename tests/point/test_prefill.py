@@ -164,6 +164,16 @@ def test_the_linears_are_those_of_a_training_steps_forward() -> None:
     assert record.tflops_per_gpu == pytest.approx(flops / record.ttft_s / 8 / 1e12, rel=1e-4)
 
 
+def test_a_prompt_has_as_many_flops_however_it_is_shared() -> None:
+    """All GPUs of a tensor-parallel group make the latents, which count once."""
+    asked = ("model=deepseek_v2_lite", "workload=prefill", "method=ring", "cluster=h200_ndr400", "seqlen=64k")
+    one, two = (
+        Known(simulate_prefill(point(*asked, f"gpus={4 * degree}", f"prefill.tensor_parallel={degree}")))
+        for degree in (1, 2)
+    )
+    assert one.tflops_per_gpu * one.ttft_s * 4 == pytest.approx(two.tflops_per_gpu * two.ttft_s * 8)
+
+
 def test_records_pass_their_own_check_and_say_which_prompt(tmp_path: Path) -> None:
     asked = [("prefill.chunk=16k",), (), ("prefill.chunk=16k", "prefill.cached=8k"), ("model=llama3_8b",)]
     requests = [point(*PROMPT, "method=ring", "seqlen=32k", *each) for each in asked]

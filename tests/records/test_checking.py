@@ -126,6 +126,8 @@ POINTS = (
     ("model=llama_1b", "seqlen=64k", "model.layers=4", "train.recompute=full"),
     ("model=llama3_8b", "seqlen=64k", "model.layers=4", "train.tensor_parallel=2"),
     ("model=dit_xl", "seqlen=64k", "head_dim=72", "mask=full"),
+    ("model=deepseek_v2_lite", "cluster=h200_ndr400", "seqlen=64k"),
+    ("model=minicpm3_4b", "seqlen=16k"),
 )
 
 
@@ -220,6 +222,9 @@ def test_workload_ids() -> None:
         made(workload="train", model="llama3_8b"),
         made(workload="train", model="llama_7b"),
         made(mask="window", window=[4095, None]),
+        made(mask="chunked", config={"chunk": 512}),
+        made(mask="chunked", config={"chunk": 1024}),
+        made(mask="chunked", config={"chunk": 1024}, causal=False),
         made(mask="document", documents=3, longest_document=9),
         made(mask="document", documents=3, longest_document=9, config={"data": {"lengths": [9, 5, 2]}}),
         made(mask="document", documents=3, longest_document=9, config={"data": {"lengths": [9, 2, 5]}}),
