@@ -132,7 +132,8 @@ class Peer(ABC):
         """Raise RequestError for a problem that the algorithm can't compute."""
         if problem.kv_seqlen:
             rule = f"a peer is called with as many keys as queries, seqlen={problem.seqlen}"
-            raise RequestError(f"kv_seqlen={problem.kv_seqlen}", rule, "kv_seqlen=null, or another method, would work")
+            works = f"{problem.without_history}, or another method, would work"
+            raise RequestError(f"kv_seqlen={problem.kv_seqlen}", rule, works)
         if problem.v_head_dim:
             rule = f"a peer is called with values as wide as keys, head_dim={problem.head_dim}"
             raise RequestError(

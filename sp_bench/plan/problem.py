@@ -14,7 +14,7 @@ from typing import Any
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.caches import Caches
-from sp_bench.plan.documents import Packed
+from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.layout import Layout, Shards
 from sp_bench.plan.mask import CAUSAL, Blocks, Mask
 from sp_bench.plan.padded_heads import PaddedHeads
@@ -208,6 +208,12 @@ class Problem:
     def slices_of(self, tensor: Tensor) -> int:
         """How many slices the heads of a tensor are in."""
         return self.key_slices if tensor.of_keys else self.head_slices
+
+    @property
+    def without_history(self) -> str:
+        """The key and the value by which there are as many keys as queries."""
+        of_documents = isinstance(self.mask, Packed) and self.mask.name == Documents.name and self.mask.new
+        return "data.cached=[]" if of_documents else "kv_seqlen=null"
 
     @property
     def in_one_slice(self) -> Problem:

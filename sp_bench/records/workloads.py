@@ -35,7 +35,7 @@ def workload_id(record: Mapping[str, Any]) -> str:
         mask += "-window" + ",".join("" if x is None else str(x) for x in record["window"]) if record["window"] else ""
         config = record.get("config") or {}
         if mask.startswith("document"):
-            mask += f"-{digest({key: config.get(key) for key in PACK_KEYS})[:8]}"
+            mask += f"-{digest(_of_pack(config))[:8]}"
     if mask == "chunked":
         mask += f"{(record.get('config') or {}).get('chunk')}" + ("" if record["causal"] else "-full")
     mask += "-sinks" if record.get("sinks") else ""
@@ -51,6 +51,14 @@ def workload_id(record: Mapping[str, Any]) -> str:
     if record["workload"] == "prefill":
         operation += f"[chunk={_chunk(record)}]"
     return "/".join((operation, record["phase"], mask, size, heads, record["dtype"]))
+
+
+def _of_pack(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of PACK_KEYS, without lists that are empty: documents without histories are what they were before."""
+    content = {key: config.get(key) for key in PACK_KEYS}
+    if isinstance(content["data"], Mapping):
+        content["data"] = {key: value for key, value in content["data"].items() if value != []}
+    return content
 
 
 def _chunk(record: Mapping[str, Any]) -> int:

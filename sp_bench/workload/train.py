@@ -74,9 +74,8 @@ class Train(Workload):
         """Raise RequestError for heads that RoPE can't turn, other keys, narrow values, a peer, and mode=alone."""
         if problem.kv_seqlen:
             rule = f"workload={self.name} trains on whole sequences, seqlen={problem.seqlen}"
-            raise RequestError(
-                f"kv_seqlen={problem.kv_seqlen}", rule, "kv_seqlen=null, or workload=attention, would work"
-            )
+            works = f"{problem.without_history}, or workload=attention, would work"
+            raise RequestError(f"kv_seqlen={problem.kv_seqlen}", rule, works)
         refuse_keys(self.model, problem, self.name, "workload=attention")
         if self.model.kv_latent and self.training.tensor_parallel > 1:
             rule = "every GPU has whole latents, and sums of their gradients over GPUs are not simulated"
