@@ -28,7 +28,7 @@ Show = Callable[[Done], None]
 
 
 def unseen(done: Done) -> None:
-    """Show nothing."""
+    """Take what has been simulated, and show nothing of it."""
 
 
 @contextmanager

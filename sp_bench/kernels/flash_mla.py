@@ -14,14 +14,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sp_bench.kernels.cuda import CudaKernel, unit_stride
+from sp_bench.kernels.cuda import unit_stride
 from sp_bench.kernels.entries import ABSORBED, Entries
+from sp_bench.kernels.steps import StepKernel
 
 PAGE = 64
 """Tokens of its pages."""
 
 
-class FlashMla(CudaKernel):
+class FlashMla(StepKernel):
     """flash_mla_with_kvcache of bf16 caches. All rows of an entry are heads of one token, as they see the same keys."""
 
     name = "flash_mla"
@@ -29,28 +30,12 @@ class FlashMla(CudaKernel):
     package = "flash_mla"
     packages: ClassVar[Mapping[str, str]] = {"flash_mla": "flash-mla"}
     install = "pip install git+https://github.com/deepseek-ai/FlashMLA"
-    narrow = frozenset({ABSORBED})
-
-    def __init__(self) -> None:
-        self._planned: dict[tuple[Any, ...], tuple[Entries, Any]] = {}
 
     @classmethod
-    def refuses(cls, device: str, dtype: str, head_dim: int) -> str:
-        return super().refuses(device, dtype, head_dim) or "it has no backward, and is for workload=decode alone"
-
-    @classmethod
-    def refuses_caches(cls, device: str, dtype: str, head_dim: int, value_dim: int) -> str:
-        if why := super().refuses(device, dtype, head_dim):
-            return why
-        if (head_dim, value_dim) != ABSORBED:
-            return (
-                f"it takes latent keys of {ABSORBED[0]} with values of {ABSORBED[1]}, not {head_dim} with {value_dim}"
-            )
-        return ""
-
-    @classmethod
-    def most_head_dim(cls, capability: tuple[int, int]) -> int:
-        return ABSORBED[0]
+    def refuses_widths(cls, head_dim: int, value_dim: int) -> str:
+        if (head_dim, value_dim) == ABSORBED:
+            return ""
+        return f"it takes latent keys of {ABSORBED[0]} with values of {ABSORBED[1]}, not {head_dim} with {value_dim}"
 
     @classmethod
     def takes_pages(cls, page: int) -> bool:
@@ -77,11 +62,7 @@ class FlashMla(CudaKernel):
         first call.
         """
         rows = q.shape[1]
-        key = (id(entries), rows, q.dtype)
-        if key not in self._planned:
-            found = self.functions.get_mla_metadata(entries.counts, rows, 1)
-            self._planned[key] = entries, found  # the entries live as long, so that the id is theirs
-        return self._planned[key][1]
+        return self.planned(entries, (rows, q.dtype), lambda: self.functions.get_mla_metadata(entries.counts, rows, 1))
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         """FULL blocks alone, whose keys are padded to pages."""
@@ -95,8 +76,3 @@ class FlashMla(CudaKernel):
         found = self.forward_pages(q, pool, pool[..., : v.shape[3]], entries)
         self._planned.clear()  # such entries are of one call
         return found
-
-    def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        raise NotImplementedError("FlashMLA's kernel of decode steps has no backward")

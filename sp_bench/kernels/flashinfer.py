@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sp_bench.kernels.cuda import CudaKernel, unit_stride
+from sp_bench.kernels.cuda import unit_stride
 from sp_bench.kernels.entries import ABSORBED, Entries
+from sp_bench.kernels.steps import StepKernel
 
 HEAD_DIMS = (64, 128, 256)
 """Widths that all of its kernels are made for (include/flashinfer/utils.cuh, DISPATCH_HEAD_DIM)."""
@@ -21,13 +22,12 @@ WORKSPACE_BYTES = 128 * 2**20
 """Room for the results of parts of caches; its documentation recommends so much."""
 
 
-class FlashInfer(CudaKernel):
+class FlashInfer(StepKernel):
     """BatchDecodeWithPagedKVCacheWrapper, in its form for tensor cores, which takes any number of rows for a key head.
     Of latent keys it is BatchMLAPagedAttentionWrapper (flashinfer/mla), which has the latent and the rest apart.
 
     Rows are query heads that share a key head there, as `share` of them are in a model: (E, H R, D), of which R behind
-    each other have one key head. Its lse is a logarithm to the base 2. What it makes of a table of pages on the host is
-    made once, as these are the same at every step.
+    each other have one key head. Its lse is a logarithm to the base 2.
     """
 
     name = "flashinfer"
@@ -35,28 +35,17 @@ class FlashInfer(CudaKernel):
     packages: ClassVar[Mapping[str, str]] = {"flashinfer": "flashinfer-python"}
     install = "pip install flashinfer-python"
     in_pages = True
-    narrow = frozenset({ABSORBED})
 
     def __init__(self) -> None:
-        self._planned: dict[tuple[Any, ...], tuple[Entries, Any]] = {}
+        super().__init__()
         self._workspaces: dict[torch.device, Tensor] = {}
 
     @classmethod
-    def refuses(cls, device: str, dtype: str, head_dim: int) -> str:
-        return super().refuses(device, dtype, head_dim) or "it has no backward, and is for workload=decode alone"
-
-    @classmethod
-    def refuses_caches(cls, device: str, dtype: str, head_dim: int, value_dim: int) -> str:
-        if why := super().refuses(device, dtype, head_dim):
-            return why
-        if (head_dim, value_dim) not in {ABSORBED, *((width, width) for width in HEAD_DIMS)}:
-            widths, latent = ", ".join(map(str, HEAD_DIMS)), "{} with {}".format(*ABSORBED)
-            return f"it takes a head_dim of {widths} with values as wide, or {latent}, not {head_dim} with {value_dim}"
-        return ""
-
-    @classmethod
-    def most_head_dim(cls, capability: tuple[int, int]) -> int:
-        return ABSORBED[0]
+    def refuses_widths(cls, head_dim: int, value_dim: int) -> str:
+        if (head_dim, value_dim) in {ABSORBED, *((width, width) for width in HEAD_DIMS)}:
+            return ""
+        widths, latent = ", ".join(map(str, HEAD_DIMS)), "{} with {}".format(*ABSORBED)
+        return f"it takes a head_dim of {widths} with values as wide, or {latent}, not {head_dim} with {value_dim}"
 
     @classmethod
     def takes_pages(cls, page: int) -> bool:
@@ -76,13 +65,10 @@ class FlashInfer(CudaKernel):
 
     def _wrapper(self, q: Tensor, entries: Entries, latent: int = 0) -> Any:
         """Its wrapper with the plan of these entries and rows; of keys with so many elements of a latent, if any."""
-        key = (id(entries), q.shape[1:], q.dtype)
-        if key not in self._planned:
-            if q.device not in self._workspaces:
-                self._workspaces[q.device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-            plan = self._plan_of_latents if latent else self._plan
-            self._planned[key] = entries, plan(q, entries)  # the entries live as long, so that the id is theirs
-        return self._planned[key][1]
+        if q.device not in self._workspaces:
+            self._workspaces[q.device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+        plan = self._plan_of_latents if latent else self._plan
+        return self.planned(entries, (q.shape[1:], q.dtype), lambda: plan(q, entries))
 
     def _plan(self, q: Tensor, entries: Entries) -> Any:
         _, rows, heads, width = q.shape
@@ -119,8 +105,3 @@ class FlashInfer(CudaKernel):
         lengths, places = (keys,) * len(k), tuple(range(i * keys, (i + 1) * keys) for i in range(len(k)))
         of_keys, of_values = (x.flatten(0, 1)[:, None] for x in (k, v))
         return self.forward_pages(q, of_keys, of_values, Entries(lengths, places, 1, q.device))
-
-    def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        raise NotImplementedError("FlashInfer has no backward")

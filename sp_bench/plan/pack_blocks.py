@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sp_bench.plan.dealers import Dealt
+from sp_bench.plan import dealers
 from sp_bench.plan.intervals import Runs, Sight, pair_counts, regions_of_runs, runs_of
 from sp_bench.plan.layout import Positions, Shards
 from sp_bench.plan.mask import Blocks, Mask, Part
 from sp_bench.plan.regions import Regions
 
 
-class Pack(Sight, Protocol):
+class Pack(dealers.Pack, Sight, Protocol):
     """Documents packed into one sequence, as plan.documents has them: what their blocks ask of a pack."""
 
     @property
@@ -27,11 +27,6 @@ class Pack(Sight, Protocol):
     @property
     def lengths(self) -> tuple[int, ...]:
         """Keys of each document."""
-        ...
-
-    @property
-    def queries(self) -> tuple[int, ...]:
-        """Queries of each document."""
         ...
 
     @property
@@ -47,11 +42,6 @@ class Pack(Sight, Protocol):
     @property
     def query_positions(self) -> Any:
         """The position of each query among the keys: (seqlen,)."""
-        ...
-
-    @property
-    def work_of_documents(self) -> np.ndarray:
-        """(query, key) pairs of each document: (documents,)."""
         ...
 
     @property
@@ -324,7 +314,7 @@ class PackBlocks(Blocks):
 
 def runs_of_chunks(shards: Shards) -> list[Runs]:
     """The positions of every chunk, as runs."""
-    if isinstance(shards.layout, Dealt) and shards.in_runs:
+    if isinstance(shards.layout, dealers.Dealt) and shards.in_runs:
         return [Runs(start, stop) for start, stop in shards.layout.ranges.runs(shards.chunks)]
     return [runs_of(shards.chunk_positions(chunk)) for chunk in range(shards.chunks)]
 

@@ -108,8 +108,7 @@ def _fastest(request: Request, planned: Sequence[Choice]) -> Choice:
     for bound_s, i in _by_bound(asked, planned, timed):
         here = planned[i]
         a, b = here.method.tile_shape(request.problem.n) or (None, None)
-        rows[i] = {"variant": here.variant, "tile_a": a, "tile_b": b}
-        rows[i] |= {"layout": here.problem.layout.name}
+        rows[i] = {"variant": here.variant, "tile_a": a, "tile_b": b, "layout": here.problem.layout.name}
         rows[i] |= {"bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": None}
         if best and bound_s >= best.total_s and not request.every_variant:
             continue

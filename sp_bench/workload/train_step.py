@@ -66,7 +66,7 @@ class MarkedEngine:
 
     @property
     def latents(self) -> Latents | None:
-        """The engine's."""
+        """The matrices that the engine makes keys and values with; None if no latents travel."""
         return self.engine.latents
 
     def begin(self, action: Action, live: LiveBytes | None) -> None:

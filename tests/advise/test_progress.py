@@ -1,4 +1,4 @@
-"""What a terminal shows while advice is worked out."""
+"""The bar and the rows that a terminal has while advice is worked out."""
 
 from __future__ import annotations
 

@@ -548,7 +548,7 @@ class FlashInferModule(ModuleType):
             return (out[:, 0], lse[..., 0] / math.log(2)) if return_lse else out[:, 0]
 
     class mla:  # noqa: N801  # a module there
-        """flashinfer/mla/_core.py."""
+        """Latent keys in pages, by the rules of flashinfer/mla/_core.py."""
 
         class BatchMLAPagedAttentionWrapper:
             """The latent and the rotated part of keys and queries are apart; `made` counts plans."""
@@ -608,7 +608,7 @@ class FlashMlaModule(ModuleType):
         config: tuple[Any, ...] = ()
 
     def get_mla_metadata(self, *args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-        """What is given is for releases before."""
+        """Take arguments, of which releases before needed some."""
         vars(self)["made"] = vars(self).get("made", 0) + 1
         return self.FlashMLASchedMeta(), None
 

@@ -151,7 +151,7 @@ def test_the_diagonal_shifts_for_a_document_that_starts_in_mid_stripe() -> None:
 
 @given(packs(cached=True), st.data())
 def test_parts_of_a_sequence_see_what_it_sees(mask: Packed, data: st.DataObject) -> None:
-    """Of queries start <= q < stop, behind all tokens before them, whichever way these were dealt."""
+    """A part has the queries start <= q < stop, behind all tokens before them, whichever way these were dealt."""
     assume(isinstance(mask, Window | Chunked))
     start, stop = sorted(data.draw(st.lists(st.integers(0, mask.seqlen), min_size=2, max_size=2, unique=True)))
     before, cut = mask.cached_tokens + start, data.draw(st.integers(0, 30))

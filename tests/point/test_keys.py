@@ -260,7 +260,7 @@ def test_what_layers_with_latents_refuse(asked: str, message: str) -> None:
 
 
 def test_a_step_with_latents_sends_less_and_makes_more_than_one_with_keys(tmp_path: Path) -> None:
-    """Of one model, which has as many parameters and FLOPs either way."""
+    """The model is one, and has as many parameters and FLOPs either way."""
     base = ("model=deepseek_v2_lite", "gpus=64", "seqlen=256k", "method=ring", "cluster=h200_ndr400")
     forms = [("latent_dim=null", "rope_dim=null", "kv_heads=16"), ()]
     asked = [point(*base, *form) for form in forms]

@@ -68,7 +68,7 @@ def test_any_plan(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_ranks_with_other_folds_are_told_apart(phase: str) -> None:
-    """Of zigzag blocks that take equally long, some have all queries and others half of them, which are folded."""
+    """Some zigzag blocks fold all queries and others half of them, and take equally long."""
     request = point("method=ring", "method.layout=zigzag", "gpus=8", "cluster=local", "head_dim=64", f"phase={phase}")
     (choice,) = variants(request, [of_kind(Method, request.method)])
     one, all_of_them = both(choice.plans[phase], choice.problem, request.cluster)
