@@ -456,7 +456,7 @@ def _made_bytes(op: Block, problem: Problem) -> int:
     if not problem.latent_dim:
         return 0
     if isinstance(op, Gathered):
-        sizes = [work.sizes for work in works_of(op, problem)]
+        sizes = [work.sizes for work in works_of(op, problem)[0]]
         tokens = int(max(x.kv_tokens[x.kind == kind].sum() for x in sizes for kind in range(3)))
     else:
         of_keys = {chunk for chunk in op.reads if chunk.tensor.of_keys}

@@ -21,6 +21,7 @@ that nothing has an interval.
 Keys are those of `python -m sp_bench` (cluster, gpus, seqlen, batch, heads, kv_heads, head_dim, mask, dtype, phase, and
 model, of which one attention is taken), and memory=60GB (what one attention may need on a GPU, in GB or GiB),
 plots=FILE.svg (time, memory, volume against the bound), changes=false (don't ask what would change the answer),
+every_method=true (on more than 64 GPUs, simulate also those that can't be fast, as their links show),
 method.pad_heads=true (ranks may split heads that their number doesn't divide, with heads of zeros).
 --all prints every column. A step in bold is the fastest, or can't be told from it.
 Exit codes: 0 ok, 2 a request that can't be served.
@@ -57,7 +58,9 @@ UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
 ALL = "--all"
 WHERE_THERE_IS_ROOM = ("interval", "MFU", "peak mem", "/ least", "bound by", "layout", "sent/GPU", "least, own split")
 """Columns that are left out of a table that would be too wide, those that matter most first."""
-OWN = ("memory", "plots", "changes", "packs")
+OWN = ("memory", "plots", "changes", "packs", "every_method")
+OF_ONE_PACK = {"plots", "every_method"}
+"""On several packs all methods are simulated."""
 BATCH = "batch_tokens"
 NOT_ADVISED = ("method", "mode", "workload", "impl", "baseline", "alone")
 """Keys that the advice is about, or that have no meaning for it."""
@@ -94,14 +97,16 @@ def _advise(arguments: Sequence[str]) -> int:
     overrides = [argument for argument in arguments if argument.partition("=")[0] not in (*OWN, ALL)]
     memory_bytes = size(given["memory"]) if "memory" in given else None
     asked = flag({"changes": True} | given, "changes")
+    every = flag({"every_method": False} | given, "every_method")
     console = make_console()
     if packs := packs_of(overrides, given.get("packs")):
-        if "plots" in given:
-            raise RequestError(f"plots={given['plots']}", "is of one pack", "packs=1 would work")
+        for key in OF_ONE_PACK & given.keys():
+            raise RequestError(f"{key}={given[key]}", "is of one pack", "packs=1 would work")
         return _advise_packs(console, overrides, packs, memory_bytes, every=ALL in arguments)
     with workers() as mapped:
         with watching() as done:
-            found = answer(Question(overrides), memory_bytes=memory_bytes, mapped=mapped, done=done)
+            question = Question(overrides)
+            found = answer(question, every=every, memory_bytes=memory_bytes, mapped=mapped, done=done)
         said(console, heading(found))
         tied = found.tied
         bold = {i for i, each in enumerate(found.feasible) if each in tied}
@@ -247,9 +252,13 @@ def ranking(found: Answer) -> dict[str, list[str]]:
 
 
 def reasons(found: Answer) -> list[str]:
-    """Why the others can't run."""
+    """Why the others can't run, or are not worth simulating."""
     lines = [f"  {name}: {why}" for name, why in found.refused.items()]
-    return ["", "Not possible:", *lines] if lines else []
+    lines = ["", "Not possible:", *lines] if lines else []
+    if found.hopeless:
+        names = ", ".join(f"{name} {_ms(least_ms)} ms" for name, least_ms in found.hopeless.items())
+        lines += ["", f"Not simulated, as links alone take them at least (every_method=true does): {names}."]
+    return lines
 
 
 def what_changes(found: Answer, varied: Sequence[Change]) -> list[str]:

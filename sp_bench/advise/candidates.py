@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from sp_bench.advise.progress import Done, Show, unseen
@@ -12,8 +14,10 @@ from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
-from sp_bench.point import resolve
+from sp_bench.point import Request, resolve
+from sp_bench.point.choose import least_s
 from sp_bench.point.collection import uncollected
+from sp_bench.point.given import Given
 from sp_bench.point.simulated import simulate_point
 from sp_bench.records import Record
 from sp_bench.records.interval import Interval, interval
@@ -23,6 +27,12 @@ LEFT_OUT = ("reference", "dcp", "helix", "tree")
 """Methods for one GPU, and for decode steps: elsewhere these are one tile of Mesh-Attention by gathers."""
 DECODE = Decode.name
 """The one workload that a question may name: all others are about an attention of theirs."""
+ALL_SIMULATED = 64
+"""GPUs up to which all methods are simulated: it takes seconds."""
+HOPELESS = 1.5
+"""How many times as long as a step another may take, at least, so that it isn't simulated."""
+AT_FIRST = 4
+"""Of how many methods, those with the lowest bounds, the steps say which others are simulated."""
 PAD_HEADS = "method.pad_heads"
 """The one option of methods that a question may set: for all that have it."""
 
@@ -53,6 +63,8 @@ class Answer:
     feasible: list[Feasible] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     """The reason, by method."""
+    hopeless: dict[str, float] = field(default_factory=dict)
+    """Methods that are not simulated, as they can't be fast: the least milliseconds of a step, by method."""
 
     @property
     def tied(self) -> list[Feasible]:
@@ -92,20 +104,59 @@ def for_method(overrides: Sequence[str], name: str) -> list[str]:
 def answer(
     question: Question,
     *,
+    every: bool = False,
     memory_bytes: float | None = None,
     mapped: Map = map,
     done: Show = unseen,
 ) -> Answer:
     """Simulate the methods for a question. Methods whose attention needs more than `memory_bytes` a GPU are refused.
 
+    On more than ALL_SIMULATED GPUs, those whose links alone take HOPELESS times as long as the fastest, and as the
+    fastest of those with an interval if there are any, are not simulated, unless `every` method is wanted.
     `mapped` is map, or that of `workers`, which simulates several methods at a time.
     Raises RequestError for a question that no method can serve, and for unknown keys.
     """
-    (found,) = answers([question], memory_bytes=memory_bytes, mapped=mapped, done=done)
+    found = _found(question, every, partial(answers, memory_bytes=memory_bytes, mapped=mapped, done=done), mapped)
     if not found.feasible:
         reasons = list(found.refused.values())
         raise RequestError(" ".join(question.overrides), "no method can serve it", f"the first says: {reasons[0]}")
     return found
+
+
+def _found(question: Question, every: bool, answered: Callable[[list[Question]], list[Answer]], mapped: Map) -> Answer:
+    """The answer of the methods that are worth simulating."""
+
+    def of(names: Sequence[str]) -> Answer:
+        (found,) = answered([question._replace(methods=names)])
+        return found
+
+    least_ms = {} if every else _least_ms(question, mapped)
+    if not least_ms:
+        return of(question.methods)
+    names = sorted(question.methods, key=lambda name: least_ms.get(name, math.inf))
+    found = of(names[:AT_FIRST])
+    ends_ms = [
+        each.time.high_ms or each.time.step_ms for some in (found.tied, found.tied_validated) for each in some[:1]
+    ]
+    limit_ms = HOPELESS * max(ends_ms, default=math.inf)
+    found.hopeless = {name: ms for name in names[AT_FIRST:] if (ms := least_ms.get(name, 0.0)) > limit_ms}
+    if others := [name for name in names[AT_FIRST:] if name not in found.hopeless]:
+        rest = of(others)
+        found.refused |= rest.refused
+        found.feasible = sorted([*found.feasible, *rest.feasible], key=lambda each: each.time.step_ms)
+    return found
+
+
+def _least_ms(question: Question, mapped: Map) -> dict[str, float]:
+    """A lower bound on the step of each method that can serve it, in ms; empty where that is not worth its time."""
+    with Composer() as composer:
+        names = [name for name in of_workload(composer, question.overrides) if name in question.methods]
+        points = [composer.points(for_method(question.overrides, name), sweep=False)[0] for name in names]
+        configs = [composer.compose(point) for point in points]
+    if not configs or decodes(configs[0]) or Given.of(configs[0]).values.gpus <= ALL_SIMULATED:
+        return {}
+    found = zip(names, mapped(_least, configs), strict=True)
+    return {name: least_ms for name, least_ms in found if least_ms is not None}
 
 
 def answers(
@@ -159,12 +210,25 @@ def decodes(config: Mapping[str, Any]) -> bool:
     return config["workload"] == DECODE
 
 
+def _request(config: Mapping[str, Any]) -> Request:
+    workload = DECODE if decodes(config) else "attention"
+    return resolve({**config, "mode": "simulate", "workload": workload, "trace": 0})
+
+
+@uncollected()
+def _least(config: Mapping[str, Any]) -> float | None:
+    """The least milliseconds that a method's links take; None if it can't run."""
+    try:
+        return 1e3 * least_s(_request(config))
+    except RequestError:
+        return None
+
+
 @uncollected()
 def _tried(config: Mapping[str, Any]) -> Feasible | RequestError:
     """A method simulated at its fastest degrees, or why it can't run."""
-    workload = DECODE if decodes(config) else "attention"
     try:
-        record, choice = simulate_point(resolve({**config, "mode": "simulate", "workload": workload, "trace": 0}))
+        record, choice = simulate_point(_request(config))
     except RequestError as error:
         return error
     return Feasible(choice.method, record)

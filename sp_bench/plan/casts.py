@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sp_bench.plan.alike import Alike
 from sp_bench.plan.block_classes import block_classes
 from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.groups import Group
@@ -65,17 +66,23 @@ class Casts:
     """The rows that chunks need of each other, under one mask and layout."""
 
     pack: Packed
-    """The mask by positions of keys; one document, if it is of a whole sequence."""
+    """The mask by positions of keys."""
     of_queries: Shards
     of_keys: Shards
     ahead: int
     """How many keys are before all queries."""
+    whole: bool = False
+    """Whether the mask is of a whole sequence, causal or not: one document."""
     _keys: dict[tuple[int, tuple[int, ...]], Keys] = field(default_factory=dict, init=False, repr=False)
     _works: dict[tuple[int, tuple[int, ...]], tuple[Work, Work]] = field(default_factory=dict, init=False, repr=False)
+
+    _kinds: dict[bytes, tuple[int, tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def counts(self) -> np.ndarray:
         """Rows of each key chunk that queries of each chunk see: (chunks, chunks), by query and key chunk."""
+        if self._alike:
+            return self._alike.seen(np.arange(self.chunks)[:, None], np.arange(self.chunks)[None])
         found, there = np.zeros((self.chunks, self.chunks), np.int64), self._segments
         order = np.argsort(there.owner, kind="stable")
         first = np.flatnonzero(np.diff(there.owner[order], prepend=-1))
@@ -85,6 +92,8 @@ class Casts:
 
     def rows(self, queries: int, keys: int) -> np.ndarray:
         """The rows of one key chunk that queries of a chunk see, ascending."""
+        if self.whole:
+            return np.arange(self.counts[queries, keys])
         here = self._segments_of(queries, keys)
         return _runs(self._segments.row[here], self._segments.tokens[here])
 
@@ -100,20 +109,19 @@ class Casts:
         self._keys.update(self._of([each for each in dict.fromkeys(wanted) if each not in self._keys]))
 
     def _of(self, wanted: Iterable[tuple[int, tuple[int, ...]]]) -> dict[tuple[int, tuple[int, ...]], Keys]:
-        there, found = self._segments, dict[tuple[int, tuple[int, ...]], Keys]()
+        found = dict[tuple[int, tuple[int, ...]], Keys]()
         seen, blocks = list[tuple[int, tuple[int, ...]]](), list[tuple[Runs, list[Runs]]]()
         for queries, members in wanted:
             if not self.counts[queries, [*members]].any():  # as of most members where documents are short
                 found[queries, members] = Keys(np.zeros(0, np.int64), (0,) * len(members), ())
                 continue
             own = members == (queries,)
-            here = [np.flatnonzero(there.owner == queries)] if own else [self._segments_of(queries, m) for m in members]
-            all_of = np.concatenate(here)
-            tokens = there.tokens[all_of]
+            lying = [self._lying(queries, member, all_of_it=own) for member in members]
+            start, tokens = (np.concatenate(each) for each in zip(*lying, strict=True))
             lie = np.cumsum(tokens) - tokens
-            by_position = np.argsort(all_of)  # segments are numbered by position
-            start, tokens, lie = there.start[all_of[by_position]], tokens[by_position], lie[by_position]
-            counts = tuple(int(there.tokens[each].sum()) for each in here)
+            by_position = np.argsort(start)
+            start, tokens, lie = start[by_position], tokens[by_position], lie[by_position]
+            counts = tuple(int(tokens.sum()) for _, tokens in lying)
             found[queries, members] = Keys(_runs(lie, tokens), counts, ())
             seen.append((queries, members))
             blocks.append((self._queries[queries], [Runs(start, start + tokens)]))
@@ -121,6 +129,31 @@ class Casts:
             for each, regions in zip(seen, regions_of_runs(self.pack, blocks), strict=True):
                 found[each] = found[each]._replace(regions=regions)
         return found
+
+    def _lying(self, queries: int, keys: int, *, all_of_it: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The runs of positions that queries of a chunk see of a key chunk, or all of it: (start, tokens)."""
+        if self.whole:
+            _, start, stop = _in_runs([self._of_keys[keys]])
+            tokens = stop - start
+            if not all_of_it:
+                tokens = np.clip(self.counts[queries, keys] - np.cumsum(tokens) + tokens, 0, tokens)
+            return start[tokens > 0], tokens[tokens > 0]
+        there = self._segments
+        here = np.flatnonzero(there.owner == queries) if all_of_it else self._segments_of(queries, keys)
+        return there.start[here], there.tokens[here]
+
+    def works(self, queries: np.ndarray, members: np.ndarray, *, forward: bool) -> tuple[list[Work], np.ndarray]:
+        """The different works of some blocks, and which of them each has.
+
+        `queries` is the query chunk of each block, (blocks,), `members` its key chunks, (blocks, members).
+        """
+        blocks = [*zip(queries.tolist(), map(tuple, members.tolist()), strict=True)]
+        codes = self._alike.codes(queries, members) if self._alike else None
+        if codes is not None:
+            _, first, of = np.unique(codes, axis=0, return_index=True, return_inverse=True)
+            each = [self._kinds.setdefault(codes[i].tobytes(), blocks[i]) for i in first.tolist()]
+            return [self.work(*block, forward=forward) for block in each], of.ravel()
+        return [self.work(*block, forward=forward) for block in blocks], np.arange(len(blocks))
 
     def work(self, queries: int, members: tuple[int, ...], *, forward: bool) -> Work:
         """The work of the regions of `keys`, backward of those cut along keys. It is found once."""
@@ -134,6 +167,15 @@ class Casts:
     def chunks(self) -> int:
         """How many chunks of queries there are, and of keys."""
         return self.of_queries.chunks
+
+    @cached_property
+    def _alike(self) -> Alike | None:
+        return Alike(self._queries, self._of_keys, causal=self.pack.causal) if self.whole else None
+
+    @cached_property
+    def _of_keys(self) -> list[Runs]:
+        """The positions of every chunk's keys."""
+        return runs_of_chunks(self.of_keys)
 
     @cached_property
     def _queries(self) -> list[Runs]:
@@ -155,7 +197,7 @@ class Casts:
     @cached_property
     def _segments(self) -> Segments:
         keys = self.of_keys.seqlen
-        chunk, start, _ = _in_runs(runs_of_chunks(self.of_keys))
+        chunk, start, _ = _in_runs(self._of_keys)
         _, first, last = self._intervals
         starts = np.unique(np.concatenate([start, first, last]))
         starts = starts[starts < keys]
@@ -199,13 +241,14 @@ def casts(problem: Problem) -> Casts:
     if not isinstance(mask, Packed):
         # Under a full mask there may be more queries than keys: all of them see these, wherever they are.
         whole = keys if mask == CAUSAL else max(keys, problem.seqlen)
-        return _casts(Documents((whole,), causal=mask == CAUSAL), problem.queries, problem.keys, problem.history)
-    return _casts(mask, problem.queries, problem.keys, 0)
+        pack = Documents((whole,), causal=mask == CAUSAL)
+        return _casts(pack, problem.queries, problem.keys, problem.history, whole=True)
+    return _casts(mask, problem.queries, problem.keys, 0, whole=False)
 
 
 @lru_cache(maxsize=32)
-def _casts(pack: Packed, queries: Shards, keys: Shards, ahead: int) -> Casts:
-    return Casts(pack, queries, keys, ahead)
+def _casts(pack: Packed, queries: Shards, keys: Shards, ahead: int, *, whole: bool) -> Casts:
+    return Casts(pack, queries, keys, ahead, whole)
 
 
 def rows_seen_elsewhere(problem: Problem) -> int:
@@ -293,10 +336,14 @@ def find_regions(plan: Plan, problem: Problem, rank: int) -> None:
         casts(problem).find(_chunks(op, problem, rank) for op in gathered)
 
 
-def works_of(op: Gathered, problem: Problem) -> list[Work]:
-    """The work of a Gathered block on each chunk's first rank: the ranks that split its heads have the same."""
-    found, ranks = casts(problem), range(0, problem.n, problem.layout.head_parallel)
-    return [found.work(*_chunks(op, problem, rank), forward=op.forward) for rank in ranks]
+def works_of(op: Gathered, problem: Problem) -> tuple[list[Work], np.ndarray]:
+    """The different works of a Gathered block, and which of them each rank has: (ranks,)."""
+    degree = problem.layout.head_parallel
+    firsts = np.arange(0, problem.n, degree)  # the ranks that split a chunk's heads have the same
+    queries = op.queries[0].owner(firsts) // degree
+    members = np.stack([chunk.owner(firsts) // degree for chunk in op.keys], axis=1)
+    works, of = casts(problem).works(queries, members, forward=op.forward)
+    return works, np.repeat(of, degree)
 
 
 def rows_read(op: Gathered, problem: Problem, ranks: np.ndarray) -> np.ndarray:

@@ -329,6 +329,17 @@ def _by_bound(
             heappush(waiting, (sum(each), i))
 
 
+def least_s(request: Request) -> float:
+    """A lower bound in seconds on the step of a request's fastest variant, by what links carry: nothing is simulated.
+
+    Raises RequestError if the method can't serve it.
+    """
+    assert isinstance(request.method, Method), "a peer has no plans to choose among"
+    asked = replace(request, cluster=request.cluster.even)
+    planned = variants(asked, [request.method])
+    return min(sum(_sent_s(asked, choice, phase) for phase in choice.plans) for choice in planned)
+
+
 def _sent_s(request: Request, choice: Choice, phase: str) -> float:
     """A lower bound on the time of a phase by what it sends."""
     problem, cluster, plan = choice.problem, request.cluster, choice.plans[phase]

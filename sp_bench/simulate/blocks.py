@@ -135,22 +135,21 @@ class BlockCosts:
         return np.array([self._device.caches_s(problem, owners[:, r])[mine[r]] for r in everyone]) + copy_s
 
     def _find_gathered_s(self, op: Gathered) -> np.ndarray:
-        """Seconds of the calls of a Gathered block on each rank, with the copy of its keys into their order: (n,).
-
-        Ranks that split a chunk's heads have the same calls.
-        """
-        problem, phase, degree = self._problem, self._plan.phase, self._problem.layout.head_parallel
+        """Seconds of the calls of a Gathered block on each rank, with the copy of its keys into their order: (n,)."""
+        problem, phase = self._problem, self._plan.phase
         row_bytes = sum(problem.token_bytes(field, wire=False) for field in op.keys[0].tensor.fields)
         row_bytes *= (op.keys[0].index > 0) * (1 if phase == "forward" else 2)  # the rank's own lie in order; dKV, too
-        works, firsts = works_of(op, problem), np.arange(0, problem.n, degree)
-        kernels_s = self._device.pieces_s(problem, phase, [work.sizes for work in works])
-        copies_s = np.array([self._device.copy_s(rows * row_bytes) for rows in rows_read(op, problem, firsts)])
-        return np.repeat(np.where(kernels_s > 0, kernels_s + copies_s, 0.0), degree)
+        works, of = works_of(op, problem)
+        kernels_s = self._device.pieces_s(problem, phase, [work.sizes for work in works])[of]
+        rows, read = np.unique(rows_read(op, problem, np.arange(problem.n)), return_inverse=True)
+        copies_s = np.array([self._device.copy_s(count * row_bytes) for count in rows.tolist()])[read]
+        return np.where(kernels_s > 0, kernels_s + copies_s, 0.0)
 
     def _find_gathered_folds_s(self, index: int, op: Gathered) -> np.ndarray:
         """Seconds of folding what its calls have of queries that see a key, and of the rank's own keys: (n,)."""
         problem, found = self._problem, []
-        for work in works_of(op, problem):
+        works, of = works_of(op, problem)
+        for work in works:
             total_s = 0.0
             for chunk in (chunk for chunk in op.writes if work.sizes.pairs.size and not chunk.index):
                 rows = work.kv_rows if chunk.tensor.of_keys else work.q_rows
@@ -158,7 +157,7 @@ class BlockCosts:
                 first = self._flow.starts(index, chunk)
                 total_s += self._device.fold_s(problem, chunk.tensor, first=first, share=share, sliced=True)
             found.append(total_s)
-        return np.repeat(found, problem.layout.head_parallel)
+        return np.array(found)[of]
 
     def _find_joined_s(self, rows: tuple[int, ...]) -> np.ndarray:
         """Ranks that split a chunk's heads have the same calls: (n,)."""

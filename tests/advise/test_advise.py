@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sp_bench.advise.__main__ import backing, heading, how_to, main, size, what_changes
+from sp_bench.advise import candidates
+from sp_bench.advise.__main__ import backing, heading, how_to, main, reasons, size, what_changes
 from sp_bench.advise.candidates import LEFT_OUT, Answer, Feasible, Question, answer
 from sp_bench.advise.changes import changes
 from sp_bench.advise.flags import FRAMEWORKS
@@ -48,6 +49,33 @@ def test_all_methods_are_ranked_or_refused(found: Answer) -> None:
     assert steps == sorted(steps)
     record = found.feasible[0].record
     assert (record.mode, record.workload, record.heads, record.kv_heads) == ("simulate", "attention", 32, 8)
+
+
+SLOW_LINKS = ["gpus=16", "seqlen=32k", "heads=8", "cluster=h100_ndr400", "cluster.inter.bytes_per_s=1e9"]
+METHODS = ("ring", "zigzag", "usp", "ulysses_all_gather", "group_cast", "mesh", "hybrid_cp", "ulysses")
+
+
+def test_methods_that_cant_be_fast_are_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their links alone take longer than others that are simulated; whatever can be fast is simulated as ever."""
+    monkeypatch.setattr(candidates, "ALL_SIMULATED", 8)
+    question = Question(SLOW_LINKS, METHODS)
+    some, every = answer(question), answer(question, every=True)
+    assert some.hopeless and not every.hopeless and some.refused == every.refused
+    simulated = {each.method.name for each in some.feasible}
+    assert simulated | some.hopeless.keys() == {each.method.name for each in every.feasible}
+    assert len(simulated) >= candidates.AT_FIRST
+    first = some.feasible[0].time.step_ms
+    by_name = {each.method.name: each.time.step_ms for each in every.feasible}
+    for each in some.feasible:
+        assert by_name[each.method.name] == each.time.step_ms
+    for name, least_ms in some.hopeless.items():
+        assert candidates.HOPELESS * first < least_ms <= by_name[name]
+        assert f"{name} {least_ms:,.1f} ms" in "\n".join(reasons(some))
+    assert (some.feasible[0].name, some.tied_validated[:1]) == (every.feasible[0].name, every.tied_validated[:1])
+
+
+def test_on_few_gpus_all_methods_are_simulated() -> None:
+    assert not answer(Question(SLOW_LINKS, METHODS[:2])).hopeless
 
 
 @pytest.mark.long

@@ -51,6 +51,24 @@ def test_a_call_computes_what_its_queries_see_of_other_keys(
         for side in (problem.queries, problem.keys)
     )
     assert_computes(found, visible, q, kv, data)
+    assert_alike(found, data)
+
+
+def assert_alike(found: Casts, data: st.DataObject) -> None:
+    """What is said of a whole sequence in short is what is found of a pack of one document, block by block."""
+    one_by_one, chunks = Casts(found.pack, found.of_queries, found.of_keys, found.ahead), found.chunks
+    np.testing.assert_array_equal(found.counts, one_by_one.counts)
+    members = data.draw(st.permutations(range(chunks)))[: data.draw(st.integers(1, chunks))]
+    queries = np.arange(chunks)
+    several = (queries[:, None] + members) % chunks
+    assert all((found.rows(i, j) == one_by_one.rows(i, j)).all() for i in range(chunks) for j in range(chunks))
+    for forward in (True, False):
+        works, of = found.works(queries, several, forward=forward)
+        assert len(of) == chunks
+        for i in range(chunks):
+            wanted = one_by_one.work(i, tuple(several[i].tolist()), forward=forward)
+            np.testing.assert_array_equal(np.stack(works[of[i]].sizes), np.stack(wanted.sizes))
+            assert works[of[i]][1:] == wanted[1:]
 
 
 def assert_computes(found: Casts, visible: np.ndarray, queries: list, chunks: list, data: st.DataObject) -> None:
