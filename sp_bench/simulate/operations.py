@@ -45,7 +45,7 @@ from sp_bench.plan.transfers import messages, share_sent
 from sp_bench.simulate.blocks import BlockCosts
 from sp_bench.simulate.symmetry import Permutation
 
-AT_ONCE = 2**20
+AT_ONCE = 2**16
 """Blocks times ranks whose seconds are looked up at once."""
 
 
@@ -305,13 +305,15 @@ class OperationCosts:
         return np.where(cast_s > 0, cast_s, np.where(sent < held, copy_s, 0.0))
 
 
-def work_s(plan: Plan, problem: Problem, cluster: Cluster) -> np.ndarray:
-    """Seconds that each rank computes in one phase, alone on its core or device, as they are simulated: (n,)."""
+def work_s(plan: Plan, problem: Problem, cluster: Cluster, ranks: np.ndarray) -> np.ndarray:
+    """Seconds that each of some ranks computes in one phase, alone on its core or device, as they are simulated:
+    (ranks,).
+    """
     lowering = lower(plan, problem, cluster.transport)
-    costs, everyone = OperationCosts(plan, problem, cluster.device, lowering), np.arange(plan.n)
+    costs = OperationCosts(plan, problem, cluster.device, lowering)
     indices = [segment.ops for segment in segments(plan, lowering.waits).values()]
-    total_s = sum((seconds.sum(axis=0) for seconds in costs.work_s(indices, everyone)), np.zeros(plan.n))
-    return (total_s + costs.results_s()) * cluster.stragglers.slow_ranks(plan.n)
+    total_s = sum((seconds.sum(axis=0) for seconds in costs.work_s(indices, ranks)), np.zeros(ranks.size))
+    return (total_s + costs.results_s()) * cluster.stragglers.slow_ranks(plan.n)[ranks]
 
 
 def _brought(plan: Plan) -> dict[int, Pass | GroupReduce]:

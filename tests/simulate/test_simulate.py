@@ -47,7 +47,7 @@ def test_ranks_compute_as_long_as_is_simulated(planned: Planned, slow: float) ->
     run = simulate(plan, problem, on)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operations, "AT_ONCE", 3)
-        computed_s = work_s(plan, problem, on)
+        computed_s = work_s(plan, problem, on, np.arange(plan.n))
     assert computed_s == pytest.approx(run.work_s)
     assert computed_s.max() <= run.makespan_s * (1 + 1e-9)
 
