@@ -333,7 +333,7 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     as_held = problem.dtype == problem.accumulate_dtype and not problem.blocks.narrows and not problem.mask.held
     for index, op in plan:
         if isinstance(op, Block):
-            fresh = _fresh(op, index, flow, lowering, as_held=as_held)
+            fresh = _fresh(op, index, flow, lowering, as_held=as_held, narrows=problem.blocks.narrows)
             result[index] = sum(map(result_bytes, fresh)) + _made_bytes(op, problem)
         if isinstance(op, Gathered):
             result[index] += _ordered_bytes(op, problem)
@@ -432,12 +432,13 @@ def _ordered_bytes(op: Gathered, problem: Problem) -> np.ndarray | int:
     return _rows(op, problem) * each
 
 
-def _fresh(op: Block, index: int, flow: Dataflow, lowering: Lowering, *, as_held: bool) -> list[Chunk]:
+def _fresh(op: Block, index: int, flow: Dataflow, lowering: Lowering, *, as_held: bool, narrows: bool) -> list[Chunk]:
     """The chunks of which a kernel returns a tensor that doesn't become the held chunk.
 
-    `as_held` says whether its results are of the dtype that they are held in.
+    `as_held` says whether its results are of the dtype that they are held in. `narrows`, whether they may have only some
+    rows of a chunk.
     """
-    cut = _cut(op) if isinstance(op, Fused) else frozenset()
+    cut = frozenset(op.writes) if narrows else _cut(op) if isinstance(op, Fused) else frozenset()
     written = [chunk for chunk in op.writes if not (_of_others(op) and chunk.tensor.of_keys)]  # _ordered_bytes
     return [
         chunk

@@ -14,6 +14,7 @@ from sp_bench.lower.staging import (
     chunk_specs,
     held_specs,
     packed_bytes,
+    read_together,
     rows_specs,
     side_by_side,
     sliced_in_place,
@@ -40,6 +41,8 @@ class Lowering:
     """The buffer that each transfer receives into. A result that outlives the plan has none."""
     unsummed: frozenset[Chunk]
     """The partials that nothing is ever added to; they are held in the compute dtype."""
+    together: frozenset[Chunk]
+    """The gradients of keys that may stay in a kernel's result until a reduction packs them (staging.read_together)."""
     views: frozenset[Chunk]
     """The inputs and results that are views of a tensor with all heads (staging.sliced_in_place)."""
     staging_buffers: StagingBuffers
@@ -101,6 +104,7 @@ def lower(plan: Plan, problem: Problem, transport: TransportKind = NCCL) -> Lowe
             buffer_free=order.buffer_free,
             receive_buffers=order.receive_buffers,
             unsummed=unsummed,
+            together=read_together(plan, unsummed),
             views=sliced_in_place(plan, problem, unsummed),
             staging_buffers=staging,
             preposted=preposted_receives(plan, order, staging) if transport.preposts else {},

@@ -6,12 +6,15 @@ from collections.abc import Container, Mapping
 from functools import cache
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from sp_bench.lower.transports import TransportKind
 from sp_bench.plan import casts
-from sp_bench.plan.block_classes import of_held_keys
+from sp_bench.plan.block_classes import block_classes, of_held_keys
 from sp_bench.plan.dataflow import Value, dataflow
 from sp_bench.plan.ops import (
     AllToAll,
+    AttendBackward,
     Block,
     Chunk,
     Fused,
@@ -23,6 +26,7 @@ from sp_bench.plan.ops import (
     Transfer,
     TreeReduce,
 )
+from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import RegionKind
 from sp_bench.plan.tensors import Kind, Tensor
@@ -55,20 +59,42 @@ StagingBuffers = Mapping[StagingUse, tuple[TensorSpec, ...]]
 def unsummed_partials(plan: Plan, problem: Problem) -> frozenset[Chunk]:
     """The partials that nothing is ever added to: they need no accumulator, and are held in the compute dtype.
 
-    Each is the whole result of one block or one AllToAll. Partials that arrive to be folded don't count: they stay in
-    receive buffers in the wire dtype. Nor do partials that are sent in the accumulators' dtype, which saves a cast.
+    Each is the whole result of one block or one AllToAll, or gradients that a reduction packs, of which no rank makes a
+    row twice: those that it doesn't make are zero. Partials that arrive to be folded don't count: they stay in receive buffers in
+    the wire dtype. Nor do partials that are sent in the accumulators' dtype, which saves a cast.
     """
-    flow, writers = dataflow(plan), dict[Value, list[Op]]()
-    for index, op in plan:
+    flow, writers = dataflow(plan), dict[Value, list[int]]()
+    for index, _ in plan:
         for value in flow.writes[index]:
             if value.chunk.tensor.is_partial and not value.chunk.is_arriving:
-                writers.setdefault(value, []).append(op)
-    summed = {value.chunk for value, ops in writers.items() if len(ops) > 1 or not _makes_all(ops[0], problem)}
+                writers.setdefault(value, []).append(index)
+    once = {value: indices[0] for value, indices in writers.items() if len(indices) == 1}
+    made = {value.chunk for value, index in once.items() if _makes_all(plan.ops[index], problem)}
+    made |= _made_at_once(plan, problem, {value.chunk: i for value, i in once.items() if value.chunk not in made})
+    summed = {value.chunk for value in writers if value not in once or value.chunk not in made}
     summed |= of_held_keys(plan, problem)
     if problem.wire_dtype == problem.accumulate_dtype:
         transfers = (op for op in plan.ops if isinstance(op, Transfer) and op.reads)
         summed |= {chunk for op in transfers if op.tensor.is_partial for chunk in op.reads}
     return frozenset(value.chunk for value in writers) - summed
+
+
+def read_together(plan: Plan, unsummed: Container[Chunk]) -> frozenset[Chunk]:
+    """The gradients of keys that may stay in the result of the kernel call that made them: those of a fused block, all
+    of which one reduction packs, and nothing else reads. The result lives as long as its parts.
+    """
+    readers: dict[Chunk, list[int]] = {}
+    for index, op in plan:
+        for chunk in op.reads:
+            readers.setdefault(chunk, []).append(index)
+    reductions = {index for index, op in plan if isinstance(op, ReduceScatter)}
+    found, kept = set[Chunk](), {*plan.ends_with}
+    for op in plan.ops:
+        of_keys = {chunk for chunk in op.writes if chunk.tensor.of_keys} if isinstance(op, Fused) else set[Chunk]()
+        last = {tuple(readers.get(chunk, ())) for chunk in of_keys}
+        if len(last) == 1 and len(*last) == 1 and reductions.issuperset(*last):
+            found |= of_keys if all(chunk in unsummed and chunk not in kept for chunk in of_keys) else set()
+    return frozenset(found)
 
 
 def sliced_in_place(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> frozenset[Chunk]:
@@ -203,6 +229,31 @@ def _makes_all(op: Op, problem: Problem) -> bool:
     if isinstance(op, Fused) and not _is_one_call(op, problem):
         return False
     return isinstance(op, Block) and not problem.blocks.narrows
+
+
+def _made_at_once(plan: Plan, problem: Problem, written: Mapping[Chunk, int]) -> set[Chunk]:
+    """The gradients for a reduction, of those `written` by one operation each, of which no rank makes a row in two
+    kernel calls: a block alone writes them, with one region at most. Fused blocks leave the regions of each whole.
+    """
+    packed = {chunk for op in plan.ops if isinstance(op, ReduceScatter) for chunk in op.reads}
+    wanted = {c: i for c, i in written.items() if c in packed and isinstance(plan.ops[i], AttendBackward | Fused)}
+    wanted = {chunk: index for chunk, index in wanted.items() if not chunk.tensor.is_output}
+    if not wanted or problem.decodes or isinstance(problem.blocks, PackBlocks):
+        return set()
+    blocks, classes, found = problem.blocks, block_classes(plan, problem), set[Chunk]()
+    several = np.array([len(blocks.regions_of(kind)) > 1 for kind in range(blocks.classes)])
+    rows: dict[Chunk, list[int]] = {}
+    for index in dict.fromkeys(wanted.values()):
+        op = plan.ops[index]
+        assert isinstance(op, Block)
+        for row, block in enumerate(op.blocks, classes.first[index]):
+            for chunk in block.writes:
+                if wanted.get(chunk) == index:
+                    rows.setdefault(chunk, []).append(row)
+    for chunk, at in rows.items():
+        if len(at) == 1 and not several[classes.of[at[0]]].any():
+            found.add(chunk)
+    return found
 
 
 def _is_one_call(op: Fused, problem: Problem) -> bool:

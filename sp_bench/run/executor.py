@@ -69,7 +69,7 @@ class Executor:
         self._plan, self._transport, self._device, self._buffers = plan, transport, device, buffers
         self._on_host, self._timed = queues is None, timed or queues is None
         self._streams: Streams = DeviceStreams(plan, lowering, queues) if queues else ThreadStreams(plan, lowering)
-        self._sums = Sums(problem, rank, lowering.unsummed)
+        self._sums = Sums(problem, rank, lowering.unsummed, lowering.together)
         self._lanes = Lanes(plan, lowering, problem, rank, transport, buffers, self._streams, device)
         self._blocks = Blocks(plan, problem, rank, kernel, self._sums, device, latents)
         self._programs: dict[Action, list[Perform]] = {}

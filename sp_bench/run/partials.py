@@ -37,6 +37,8 @@ class Sum(NamedTuple):
     """The dtype of all fields but statistics."""
     summed: bool
     """Whether anything may be added to it."""
+    stays: bool = False
+    """Whether it may be a part of a kernel's result (lower.staging.read_together)."""
 
     @property
     def alike(self) -> _Alike:
@@ -50,8 +52,10 @@ class Sums:
     What is known of one is worked out once, not in each execution.
     """
 
-    def __init__(self, problem: Problem, rank: int, unsummed: Container[Chunk] = ()) -> None:
-        self._problem, self._rank, self._unsummed = problem, rank, unsummed
+    def __init__(
+        self, problem: Problem, rank: int, unsummed: Container[Chunk] = (), together: Container[Chunk] = ()
+    ) -> None:
+        self._problem, self._rank, self._unsummed, self._together = problem, rank, unsummed, together
         self.of: Callable[..., Sum] = cache(self.at)
         """`at`, for runs of rows."""
 
@@ -62,7 +66,8 @@ class Sums:
         rows, summed = range(tokens) if rows is None else rows, chunk not in self._unsummed
         shapes = tuple(problem.field_shape(field, tokens) for field in fields)
         dtype = getattr(torch, problem.accumulate_dtype if summed else problem.dtype)
-        return Sum(chunk, rows, isinstance(rows, range) and len(rows) == tokens, shapes, dtype, summed)
+        whole = isinstance(rows, range) and len(rows) == tokens
+        return Sum(chunk, rows, whole, shapes, dtype, summed, chunk in self._together)
 
 
 class Partials:
@@ -157,6 +162,10 @@ class Partials:
 
     def add_parts(self, into: Sequence[Sum], parts: Sequence[Tensors]) -> None:
         """`add_part` of all that one kernel call has of some chunks, with as few operations as possible."""
+        # Where all of a result is whole chunks that are read together, they may stay in it.
+        if all(total.stays and total.whole for total in into) and _as_held(into[0].dtype, parts):
+            self._held.update((total.chunk, part) for total, part in zip(into, parts, strict=True))
+            return
         alone, totals, found = len(parts) == 1, [], []
         for total, part in zip(into, parts, strict=True):
             if alone or not total.whole or total.chunk not in self._held:
@@ -236,6 +245,11 @@ class Partials:
         if into.chunk.tensor.is_output:
             return empty_output(torch.empty(into.shapes[0], dtype=into.dtype, device=self._device))
         return tuple(torch.zeros(shape, dtype=into.dtype, device=self._device) for shape in into.shapes)
+
+
+def _as_held(dtype: torch.dtype, parts: Iterable[Tensors]) -> bool:
+    """Whether parts of a result are contiguous tensors of the dtype that they are held in."""
+    return all(x.dtype == dtype and x.is_contiguous() for part in parts for x in part)
 
 
 def copy(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:

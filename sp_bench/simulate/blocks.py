@@ -211,11 +211,16 @@ class BlockCosts:
             fold_s = self._device.fold_s(
                 self._problem, chunk.tensor, first=fresh, summed=summed, share=share, sliced=share < 1
             )
-            if fresh and not fold_s and len(side) > 1:
+            if fresh and not fold_s and len(side) > 1 and not self._stays(chunk, side, rows):
                 fold_s = self._device.copy_s(self._problem.chunk_bytes(chunk.tensor, wire=False, summed=summed))
             total_s += fold_s
             fresh = False
         return total_s
+
+    def _stays(self, chunk: Chunk, side: Pieces, rows: int) -> bool:
+        """Whether the parts of a call's result may stay in it: whole chunks, contiguous, that one reduction packs."""
+        together = chunk in self._lowering.together and self._problem.batch == 1
+        return together and all(len(piece.rows) == rows for piece in side)
 
 
 def _held_s(problem: Problem, device: DeviceCosts) -> np.ndarray:

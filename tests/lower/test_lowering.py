@@ -15,9 +15,10 @@ from sp_bench.methods import build
 from sp_bench.plan import AllToAll, Attend, AttendBackward, Chunk, Fold, Gathered, Pass, Plan, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
-from sp_bench.plan.ops import Fused, Transfer
+from sp_bench.plan.ops import Fused, ReduceScatter, Transfer
 from sp_bench.plan.regions import RegionKind
 from sp_bench.plan.transfers import peers
+from sp_bench.plan.union import kernel_calls
 from tests.support.problems import Planned, plans, small_problem, splittable_problem
 
 
@@ -108,7 +109,43 @@ def test_unsummed_is_what_one_operation_makes_all_of(planned: Planned) -> None:
         kinds = {type(op) for ops in times for op in ops}
         blocks_cover = kinds <= {Attend, AttendBackward, Gathered} and covers
         one_call = kinds == {Fused} and covers and all(region.kind is RegionKind.FULL for region in regions)
-        assert (chunk in unsummed) == (once and (blocks_cover or one_call or kinds == {AllToAll})), chunk
+        packed = not chunk.tensor.is_output and _packed_once(plan, problem, chunk)
+        assert (chunk in unsummed) == (once and (blocks_cover or one_call or kinds == {AllToAll} or packed)), chunk
+
+
+def _packed_once(plan: Plan, problem: Problem, chunk: Chunk) -> bool:
+    """Whether a reduction reads it, and no rank has it of two kernel calls, by the calls themselves."""
+    if not any(chunk in op.reads for op in plan.ops if isinstance(op, ReduceScatter)):
+        return False
+    (op,) = (op for op in plan.ops if chunk in op.writes)
+    return isinstance(op, AttendBackward | Fused) and all(
+        len(_results(op, problem, rank, chunk)) <= 1 for rank in range(problem.n)
+    )
+
+
+def _results(op: AttendBackward | Fused, problem: Problem, rank: int, chunk: Chunk) -> list[range]:
+    """The rows of a chunk's gradients that each kernel call of an operation makes on a rank."""
+    keys, block = chunk.tensor.of_keys, next(block for block in op.blocks if chunk in block.writes)
+    read = block.kv if keys else block.q
+    if isinstance(op, AttendBackward):
+        regions = problem.blocks.regions_of(problem.blocks.of(op.q.owner(rank), op.kv.owner(rank)))
+        return [region.kv if keys else region.q for region in regions]
+    number = (op.keys if keys else op.queries).index(read)
+    sides = (call.kv if keys else call.q for call in kernel_calls(op, problem, rank))
+    return [piece.rows for side in sides for piece in side if piece.chunk == number]
+
+
+def test_what_one_reduction_packs_stays_in_the_result_of_a_fused_block() -> None:
+    """Gathered keys' gradients do; those that are folded into the rank's own don't, nor do those of single blocks."""
+    problem = splittable_problem(4, "zigzag", causal=True)
+    for fuse in (True, False):
+        method = build("all_gather", {"fuse": fuse, "stride": problem.kv_heads, "layout": "zigzag"})
+        plan, dealt = method.plan(problem, "backward", COMPUTE_BOUND), method.dealt(problem)
+        together = {str(chunk) for chunk in lower(plan, dealt).together}
+        assert together == ({"dkv#1", "dkv#2", "dkv#3"} if fuse else set())
+        assert {str(c) for c in lower(plan, dealt).unsummed} == {"dkv#1", "dkv#2", "dkv#3"}
+        wide = replace(dealt, wire_dtype="float32")
+        assert not lower(plan, wide).together and not lower(plan, wide).unsummed
 
 
 def test_layouts_that_narrow() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
+from sp_bench.lower import lower
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
@@ -73,3 +75,27 @@ def test_the_first_gradients_are_summed_with_zeros_and_are_nobody_elses(dtype: s
         assert held.dtype == torch.float32 and held.is_contiguous() and torch.equal(held, wanted)
     partials.add_part(sums.of(op.dkv), tuple(torch.ones(2, TOKENS, 2, 4) for _ in range(2)), alone=True)
     assert torch.equal(whole, before), "a larger result is left as it was"
+
+
+def test_whole_chunks_that_one_reduction_packs_stay_in_the_result() -> None:
+    """Without a copy, if they are contiguous there; what has some of a chunk's rows is copied, with zeros."""
+    p = replace(problem("bfloat16"), batch=1, n=4, seqlen=4 * TOKENS, layout=LAYOUTS["zigzag"])
+    method = build("all_gather", {"fuse": True, "stride": 2, "layout": "zigzag"})
+    plan = method.plan(p, "backward", COMPUTE_BOUND)
+    low = lower(plan, p)
+    chunks = sorted(low.together)
+    sums, one, other = Sums(p, 0, low.unsummed, low.together), *chunks[:2]
+    result = random(1, 2 * TOKENS, 2, 4, dtype="bfloat16")
+    parts = [(result[:, :TOKENS], result[:, :TOKENS]), (result[:, TOKENS:], result[:, TOKENS:])]
+    partials = Partials(sums, CPU)
+    partials.add_parts([sums.of(one), sums.of(other)], parts)
+    for chunk, part in zip((one, other), parts, strict=True):
+        assert [x.data_ptr() for x in partials.to_send(chunk)] == [x.data_ptr() for x in part]
+    partials, half = Partials(sums, CPU), range(TOKENS // 2)
+    parts[1] = (result[:, TOKENS : TOKENS + len(half)],) * 2
+    partials.add_parts([sums.of(one), sums.of(other, half)], parts)
+    for chunk, part in zip((one, other), parts, strict=True):
+        for held, x in zip(partials.to_send(chunk), part, strict=True):
+            wanted = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, TOKENS - x.shape[1]))
+            assert held.dtype == torch.bfloat16 and torch.equal(held, wanted)
+            assert held.untyped_storage().data_ptr() != result.untyped_storage().data_ptr()
