@@ -53,6 +53,8 @@ class DeviceSection(Section, frozen=True, kw_only=True):
     """Bytes/s of a fold; None: memory_bytes_per_s."""
     sum_bytes_per_s: Annotated[Positive, _MEMORY_RATE] | None = None
     """Bytes/s of adding a gradient to its accumulator, and of casts; None: memory_bytes_per_s."""
+    repeat_bytes_per_s: Annotated[Positive, _MEMORY_RATE] | None = None
+    """Bytes/s of repeating keys for all query heads and of adding over heads; None: memory_bytes_per_s."""
     launch_s: Annotated[NotNegative, figure(0, 1e-2, "seconds of each kernel")]
     elementwise_bytes_per_s: Annotated[Positive, _MEMORY_RATE] | None = None
     """Bytes/s of what a layer does element by element; None: memory_bytes_per_s."""
@@ -95,6 +97,8 @@ class DeviceCosts:
     """Bandwidth of merging partial outputs, arithmetic included."""
     sum_bytes_per_s: float
     """Bandwidth of casts and of gradient sums, which read a narrower dtype than they write."""
+    repeat_bytes_per_s: float
+    """Bandwidth of copies that repeat key heads, and of sums over the heads that share one."""
     launch_s: float
     """Launch overhead of each kernel."""
     elementwise_bytes_per_s: float
@@ -128,6 +132,7 @@ class DeviceCosts:
             memory_bytes_per_s=section.memory_bytes_per_s,
             fold_bytes_per_s=section.fold_bytes_per_s or section.memory_bytes_per_s,
             sum_bytes_per_s=section.sum_bytes_per_s or section.memory_bytes_per_s,
+            repeat_bytes_per_s=section.repeat_bytes_per_s or section.memory_bytes_per_s,
             launch_s=section.launch_s,
             elementwise_bytes_per_s=section.elementwise_bytes_per_s or section.memory_bytes_per_s,
             layer_launch_s=section.launch_s if section.layer_launch_s is None else section.layer_launch_s,
@@ -415,6 +420,26 @@ class DeviceCosts:
         return block_s + self.keys_s(problem, phase, len(region.kv))
 
     def keys_s(self, problem: Problem, phase: str, tokens):
+        """Seconds of what a call's keys cost beside its kernel, for so many (a number, or an array of them): of
+        repeating them for all query heads and adding their gradients, where an implementation does
+        (Implementation.repeats_keys), and of making them of latents.
+        """
+        return self.repeats_s(problem, phase, tokens) + self._made_s(problem, phase, tokens)
+
+    def repeats_s(self, problem: Problem, phase: str, tokens, *, calls: int = 1):
+        """Seconds of repeating the keys of so many tokens for all query heads, and of adding the gradients that each of
+        several `calls` returns of them: 0 where an implementation does neither.
+
+        K and V are read once and written for each query head, their gradients read so and written once.
+        """
+        kernels, sharing = self.implementation.repeats_keys, problem.heads // problem.kv_heads
+        if phase != "backward" or sharing == 1 or self._table(problem).kernel not in kernels:
+            return 0.0
+        heads = problem.block_heads * (1 + 1 / sharing)
+        moved = (1 + calls) * heads * (problem.head_dim + problem.value_dim) * DTYPE_BYTES[problem.dtype]
+        return 2 * (1 + calls) * self.launch_s + problem.batch * tokens * moved / self.repeat_bytes_per_s
+
+    def _made_s(self, problem: Problem, phase: str, tokens):
         """Seconds of making the keys and values of a call of so many latents (a number, or an array of them); backward
         also of their gradients. 0 where no latents travel.
 

@@ -28,6 +28,9 @@ class Implementation(Section, frozen=True, kw_only=True):
     """Whether all partials that a reduce-scatter brings are merged by one kernel, and packed by one for each dtype."""
     adds_narrow: bool = False
     """Whether reduce-scatters add gradients in the dtype that is sent, as NCCL does, which rounds at every hop."""
+    repeats_keys: tuple[str, ...] = ()
+    """The kernels whose backward gets keys and values repeated for all query heads, where a rank calls it several
+    times; the gradients of heads that share a key head are then added (DeviceCosts.keys_s)."""
     host_s_per_block: NotNegative = 0.0
     """Seconds that the host takes to queue a block with its fold and its transfers. A device that is faster waits."""
     transfer_slowdown: NotNegative | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from functools import cache, partial
 
+import msgspec
 import numpy as np
 
 from sp_bench.cluster.device import DeviceCosts
@@ -24,6 +25,9 @@ class BlockCosts:
     """The costs of the blocks of one plan on a device, for ranks that have it to themselves."""
 
     def __init__(self, plan: Plan, problem: Problem, device: DeviceCosts, lowering: Lowering) -> None:
+        if sum(isinstance(op, Block) for op in plan.ops) < 2 and device.implementation.repeats_keys:
+            once = msgspec.structs.replace(device.implementation, repeats_keys=())
+            device = device.used_by(once)
         self._plan, self._problem, self._device, self._lowering = plan, problem, device, lowering
         self._flow = dataflow(plan)
         self.classes = block_classes(plan, problem)
@@ -75,11 +79,16 @@ class BlockCosts:
         rows, longer = divmod(problem.seqlen, problem.n)
         return self._device.launch_s * ((rows > 0) + (longer > 0))
 
-    def with_folds_s(self, index: int, op: Attend | AttendBackward, merged: Container[Chunk]) -> np.ndarray:
+    def with_folds_s(
+        self, index: int, op: Attend | AttendBackward, merged: Container[Chunk], *, joined: bool = False
+    ) -> np.ndarray:
         """Seconds of a block and of folding its results into all chunks but those that are `merged` already, by class
         of block: (classes,). A class without calls has no folds. Calls that are joined are not among them.
+
+        `joined`: the block is one of several in a call for each piece of its queries, which gets all keys.
         """
         return self._with_folds_s(
+            joined,
             *[
                 (c.tensor, self._flow.starts(index, c), c not in self._lowering.unsummed)
                 for c in op.writes
@@ -167,10 +176,23 @@ class BlockCosts:
         queries, keys = np.divmod(self.classes.of[[*rows], ::degree].astype(np.int64), self._problem.blocks.chunks)
         return np.repeat(self._device.joined_s(self._problem, self._plan.phase, queries[0], keys), degree)
 
-    def _find_with_folds_s(self, *folds: tuple[Tensor, bool, bool]) -> np.ndarray:
+    def _find_with_folds_s(self, joined: bool, *folds: tuple[Tensor, bool, bool]) -> np.ndarray:
         """Seconds of a block with folds of these (tensor, first, summed), by class: (classes,)."""
         folds_s = sum((self._fold_s(*fold) for fold in folds), np.zeros_like(self.class_s))
-        return self.class_s * (not self.joins) + (self.class_s > 0) * folds_s
+        more_s = self._repeated_more_s() if joined and not self.joins else 0.0
+        return self.class_s * (not self.joins) + (self.class_s > 0) * (folds_s + more_s)
+
+    def _repeated_more_s(self) -> np.ndarray | float:
+        """Seconds, by class, that repeating the keys of a whole chunk and adding their gradients of each piece's call
+        take on top of the keys that the block alone needs (DeviceCosts.repeats_s).
+        """
+        problem, phase = self._problem, self._plan.phase
+        repeats_s = partial(self._device.repeats_s, problem, phase)
+        whole_s = repeats_s(problem.keys.largest, calls=problem.layout.pieces)
+        if not whole_s:
+            return 0.0
+        kinds = map(problem.blocks.regions_of, range(problem.blocks.classes))
+        return np.array([whole_s - sum(repeats_s(len(region.kv)) for region in regions) for regions in kinds])
 
     def _find_fold_s(self, tensor: Tensor, first: bool, summed: bool) -> np.ndarray:
         """Seconds of the fold of a block's result into a chunk, by class of block: (classes,)."""

@@ -6,6 +6,7 @@ simulate.blocks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -161,6 +162,9 @@ class OperationCosts:
         found, merged = _Summed(), set[Chunk]()
         joined: dict[Chunk, tuple[list[int], float]] = {}
         """By chunk of results, the rows of the blocks that are one call for it, and the seconds of its fold."""
+        ops = (self._plan.ops[index] for index in segment)
+        blocks_of = Counter(op.writes[0] for op in ops if isinstance(op, Attend | AttendBackward))
+        joins = self._device.implementation.joins_blocks
         for index in segment:
             op = self._plan.ops[index]
             if isinstance(op, Attend | AttendBackward):
@@ -171,7 +175,8 @@ class OperationCosts:
                     joined[into][0].append(row)
                     merged.add(into)
                 found.rows.append(row)
-                found.tables.append(self._blocks.with_folds_s(index, op, merged))
+                of_several = joins and blocks_of[into] > 1
+                found.tables.append(self._blocks.with_folds_s(index, op, merged, joined=of_several))
                 found.counts.append(into not in merged)
             elif isinstance(op, Block):
                 kernels_s = self._blocks.kernels_s(index, op, ranks)
@@ -180,7 +185,7 @@ class OperationCosts:
                 found.calls = found.calls + (kernels_s > 0) * (op.writes[0] not in merged)
             else:
                 found.rest_s = found.rest_s + self._elsewhere_s(index, op, ranks)
-            if isinstance(op, Block) and self._device.implementation.joins_blocks:
+            if isinstance(op, Block) and joins:
                 merged |= {*op.writes}
         for rows, fold_s in joined.values():
             kernels_s = self._blocks.joined_s(rows, ranks)
