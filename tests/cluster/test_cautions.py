@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from sp_bench.__main__ import main as run
+from sp_bench.advise.__main__ import main as advise
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.topology import PcieTree
 from sp_bench.point.simulated import simulate_point
@@ -26,3 +30,42 @@ def test_each_simulated_answer_says_it(cluster: str) -> None:
     said = [note for note in record.notes or () if "differ by several times" in note]
     assert len(said) == (cluster == "l20_pcie")
     assert all("python -m sp_bench.calibrate" in note for note in said)
+
+
+WORKLOADS = {
+    "train": (
+        "model=qwen3_8b", "method=ring", "seqlen=16k", "cluster.device.matmul_tflops={bfloat16:100}",
+        "cluster.device.memory_bytes=2e11",
+    ),
+    "decode": ("model=none", "workload=decode", "method=helix", "heads=8", "head_dim=128", "seqlen=16k"),
+    "prefill": (
+        "model=none", "workload=prefill", "method=ring", "heads=8", "head_dim=128", "seqlen=16k",
+        "cluster.device.matmul_tflops={bfloat16:100}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_records_of_all_workloads_say_it(workload: str) -> None:
+    asked = (*WORKLOADS[workload], "dtype=bfloat16", "gpus=4", "cluster=l20_pcie", "mode=simulate")
+    record, _ = simulate_point(point(*asked))
+    assert record.status == "ok"
+    assert any("differ by several times" in note for note in record.notes or ()), record.notes
+
+
+JOB = ("model=qwen3_8b", "batch_tokens=64k", "cluster.device.matmul_tflops={bfloat16:100}")
+ANSWERS = {
+    "table": (run, (*SHAPE, "gpus=4", "mode=simulate", "logger=none")),
+    "advise": (advise, ("gpus=2", "seqlen=8k", "heads=8", "head_dim=128", "changes=false")),
+    "advise a job": (advise, (*JOB, "gpus=2", "seqlen=16k", "cluster.device.memory_bytes=2e11")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_what_is_printed_says_it(answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main, asked = ANSWERS[answer]
+    folder = (f"results_dir={tmp_path}",) if answer == "table" else ()
+    for cluster in ("l20_pcie", "a100_hdr200") if answer == "table" else ("l20_pcie",):  # the others take seconds
+        assert main([*asked, *folder, f"cluster={cluster}"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("differ by several times" in said and "python -m sp_bench.calibrate" in said) == (cluster == "l20_pcie"), said
