@@ -435,8 +435,8 @@ def _ordered_bytes(op: Gathered, problem: Problem) -> np.ndarray | int:
 def _fresh(op: Block, index: int, flow: Dataflow, lowering: Lowering, *, as_held: bool, narrows: bool) -> list[Chunk]:
     """The chunks of which a kernel returns a tensor that doesn't become the held chunk.
 
-    `as_held` says whether its results are of the dtype that they are held in. `narrows`, whether they may have only some
-    rows of a chunk.
+    `as_held` says whether its results are of the dtype that they are held in; `narrows`, whether they may have only
+    some rows of a chunk.
     """
     cut = frozenset(op.writes) if narrows else _cut(op) if isinstance(op, Fused) else frozenset()
     written = [chunk for chunk in op.writes if not (_of_others(op) and chunk.tensor.of_keys)]  # _ordered_bytes

@@ -60,8 +60,8 @@ def unsummed_partials(plan: Plan, problem: Problem) -> frozenset[Chunk]:
     """The partials that nothing is ever added to: they need no accumulator, and are held in the compute dtype.
 
     Each is the whole result of one block or one AllToAll, or gradients that a reduction packs, of which no rank makes a
-    row twice: those that it doesn't make are zero. Partials that arrive to be folded don't count: they stay in receive buffers in
-    the wire dtype. Nor do partials that are sent in the accumulators' dtype, which saves a cast.
+    row twice: those that it doesn't make are zero. Partials that arrive to be folded don't count: they stay in receive
+    buffers in the wire dtype. Nor do partials that are sent in the accumulators' dtype, which saves a cast.
     """
     flow, writers = dataflow(plan), dict[Value, list[int]]()
     for index, _ in plan:

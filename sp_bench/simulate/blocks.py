@@ -93,7 +93,7 @@ class BlockCosts:
                 (c.tensor, self._flow.starts(index, c), c not in self._lowering.unsummed)
                 for c in op.writes
                 if c not in merged
-            ]
+            ],
         )
 
     def kinds(self) -> np.ndarray:

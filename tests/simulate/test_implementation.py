@@ -14,9 +14,11 @@ from sp_bench.cluster import Cluster
 from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.plan import Plan, Problem
 from sp_bench.plan.tensors import DQ, O, Tensor
+from sp_bench.point.simulated import simulate_point
 from sp_bench.resources import conf_content, conf_files
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.graph import build_graph
+from tests.support.points import point
 from tests.support.problems import mask_of
 
 UNFUSED = Implementation(name="test", fold_bytes_per_element=40)
@@ -153,3 +155,54 @@ def test_somebody_elses_code_is_not_measured_here(tmp_path: Path, capsys: pytest
     point = ["method=ring", "gpus=2", "seqlen=1k", "heads=2", "head_dim=64", "dtype=float32", "logger=none"]
     assert main([*point, "cluster=local", "implementation=published", f"results_dir={tmp_path}"]) == 2
     assert "implementation=published: is simulated only" in capsys.readouterr().err
+
+
+REPEATING = (
+    "gpus=8", "seqlen=64k", "heads=16", "head_dim=128", "dtype=bfloat16", "cluster=b200", "kernel=cudnn",
+    "implementation=published", "implementation.host_s_per_block=0", "mode=simulate",
+)  # fmt: skip
+CHUNK, RATE, LAUNCH_S = 64 * 1024 // 8, 6e11, 5e-6
+
+
+def _repeating_ms(*keys: str) -> dict[str, float]:
+    """Milliseconds that a rank computes more in each phase than with `repeats_keys` empty."""
+    found = {}
+    for phase in ("forward", "backward"):
+        each = [
+            simulated(*keys, *REPEATING, f"phase={phase}", *without)
+            for without in ((), ("implementation.repeats_keys=[]",))
+        ]
+        found[phase] = each[0] - each[1]
+    return found
+
+
+def simulated(*keys: str) -> float:
+    record, _ = simulate_point(point(*keys))
+    assert record.compute_ms is not None
+    return record.compute_ms
+
+
+def _ms(tokens: float, key_heads: int, *, calls: int, blocks: int) -> float:
+    """Blocks that repeat so many keys together for 16 heads, and add the gradients of each of some calls."""
+    row_bytes = 2 * 128 * 2 * (16 + key_heads)  # K and V
+    return 1e3 * (blocks * 2 * (1 + calls) * LAUNCH_S + (1 + calls) * tokens * row_bytes / RATE)
+
+
+def test_keys_are_repeated_before_each_of_several_backward_calls() -> None:
+    """All of a ring's eight. Not before Ulysses' only one, nor in a forward, nor where each head has its keys."""
+    ring = ("method=ring", "method.layout=contiguous", "causal=false")
+    wanted = _ms(8 * CHUNK, 4, calls=1, blocks=8)
+    assert _repeating_ms(*ring, "kv_heads=4") == pytest.approx({"forward": 0.0, "backward": wanted}, rel=1e-6)
+    nothing = pytest.approx({"forward": 0.0, "backward": 0.0})
+    assert _repeating_ms(*ring, "kv_heads=16") == nothing
+    assert _repeating_ms("method=ulysses", "causal=false", "kv_heads=8") == nothing
+
+
+def test_a_joined_call_for_each_piece_of_the_queries_gets_all_keys_repeated() -> None:
+    """All-gather in zigzag order: seven blocks in two calls, whatever share of their keys the mask leaves. The rank's
+    own is one causal region.
+    """
+    keys = ("method=all_gather", "method.layout=zigzag", "method.stride=4", "kv_heads=4", "causal=true")
+    joined, own = _ms(7 * CHUNK, 4, calls=2, blocks=7), _ms(CHUNK, 4, calls=1, blocks=1)
+    found = _repeating_ms(*keys)
+    assert found == pytest.approx({"forward": 0.0, "backward": joined + own}, rel=1e-6)
