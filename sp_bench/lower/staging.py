@@ -6,11 +6,9 @@ from collections.abc import Container, Mapping
 from functools import cache
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from sp_bench.lower.transports import TransportKind
 from sp_bench.plan import casts
-from sp_bench.plan.block_classes import block_classes, of_held_keys
+from sp_bench.plan.block_classes import of_held_keys, of_one_region
 from sp_bench.plan.dataflow import Value, dataflow
 from sp_bench.plan.ops import (
     AllToAll,
@@ -26,7 +24,6 @@ from sp_bench.plan.ops import (
     Transfer,
     TreeReduce,
 )
-from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import RegionKind
 from sp_bench.plan.tensors import Kind, Tensor
@@ -231,29 +228,13 @@ def _makes_all(op: Op, problem: Problem) -> bool:
     return isinstance(op, Block) and not problem.blocks.narrows
 
 
-def _made_at_once(plan: Plan, problem: Problem, written: Mapping[Chunk, int]) -> set[Chunk]:
+def _made_at_once(plan: Plan, problem: Problem, written: Mapping[Chunk, int]) -> frozenset[Chunk]:
     """The gradients for a reduction, of those `written` by one operation each, of which no rank makes a row in two
-    kernel calls: a block alone writes them, with one region at most. Fused blocks leave the regions of each whole.
+    kernel calls: one block alone writes them. Fused blocks leave the regions of each whole.
     """
     packed = {chunk for op in plan.ops if isinstance(op, ReduceScatter) for chunk in op.reads}
     wanted = {c: i for c, i in written.items() if c in packed and isinstance(plan.ops[i], AttendBackward | Fused)}
-    wanted = {chunk: index for chunk, index in wanted.items() if not chunk.tensor.is_output}
-    if not wanted or problem.decodes or isinstance(problem.blocks, PackBlocks):
-        return set()
-    blocks, classes, found = problem.blocks, block_classes(plan, problem), set[Chunk]()
-    several = np.array([len(blocks.regions_of(kind)) > 1 for kind in range(blocks.classes)])
-    rows: dict[Chunk, list[int]] = {}
-    for index in dict.fromkeys(wanted.values()):
-        op = plan.ops[index]
-        assert isinstance(op, Block)
-        for row, block in enumerate(op.blocks, classes.first[index]):
-            for chunk in block.writes:
-                if wanted.get(chunk) == index:
-                    rows.setdefault(chunk, []).append(row)
-    for chunk, at in rows.items():
-        if len(at) == 1 and not several[classes.of[at[0]]].any():
-            found.add(chunk)
-    return found
+    return of_one_region(plan, problem, wanted)
 
 
 def _is_one_call(op: Fused, problem: Problem) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from sp_bench.plan.groups import Grid, Group
 from sp_bench.plan.ops import Block, Chunk, Plan
+from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 
 BLOCKS_AT_ONCE = 512
@@ -106,3 +107,21 @@ def of_held_keys(plan: Plan, problem: Problem) -> frozenset[Chunk]:
         for row, block in enumerate(op.blocks, classes.first[index])
         if np.isin(classes.of[row], kinds).any()
     )
+
+
+def of_one_region(plan: Plan, problem: Problem, written: Mapping[Chunk, int]) -> frozenset[Chunk]:
+    """The gradients, of chunks with the operation that writes them, that one block makes, with one region at most on
+    each rank. None of packs, whose blocks have many, or of decode steps.
+    """
+    if not written or problem.decodes or isinstance(problem.blocks, PackBlocks):
+        return frozenset()
+    classes, rows = block_classes(plan, problem), dict[Chunk, list[int]]()
+    several = np.array([len(problem.blocks.regions_of(kind)) > 1 for kind in range(problem.blocks.classes)])
+    for index in dict.fromkeys(written.values()):
+        op = plan.ops[index]
+        assert isinstance(op, Block), "blocks make partials"
+        for row, block in enumerate(op.blocks, classes.first[index]):
+            for chunk in block.writes:
+                if written.get(chunk) == index and not chunk.tensor.is_output:
+                    rows.setdefault(chunk, []).append(row)
+    return frozenset(c for c, at in rows.items() if len(at) == 1 and not several[classes.of[at[0]]].any())

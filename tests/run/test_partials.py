@@ -86,13 +86,13 @@ def test_whole_chunks_that_one_reduction_packs_stay_in_the_result() -> None:
     chunks = sorted(low.together)
     sums, one, other = Sums(p, 0, low.unsummed, low.together), *chunks[:2]
     result = random(1, 2 * TOKENS, 2, 4, dtype="bfloat16")
-    parts = [(result[:, :TOKENS], result[:, :TOKENS]), (result[:, TOKENS:], result[:, TOKENS:])]
+    parts: list[tuple[torch.Tensor, ...]] = [(x, x) for x in (result[:, :TOKENS], result[:, TOKENS:])]
     partials = Partials(sums, CPU)
     partials.add_parts([sums.of(one), sums.of(other)], parts)
     for chunk, part in zip((one, other), parts, strict=True):
         assert [x.data_ptr() for x in partials.to_send(chunk)] == [x.data_ptr() for x in part]
     partials, half = Partials(sums, CPU), range(TOKENS // 2)
-    parts[1] = (result[:, TOKENS : TOKENS + len(half)],) * 2
+    parts[1] = 2 * (result[:, TOKENS : TOKENS + len(half)],)
     partials.add_parts([sums.of(one), sums.of(other, half)], parts)
     for chunk, part in zip((one, other), parts, strict=True):
         for held, x in zip(partials.to_send(chunk), part, strict=True):
