@@ -168,11 +168,14 @@ def order(runs: Runs) -> Section:
         totals[file] = [*_ordered(ones), pairs(_frame(ones))[2]]
         for hardware, group in _grouped(ones, lambda one: one.row["hardware"]).items():
             rows.append([words, hardware, *_ordered(group)])
-    (count, alike, left, wrong), (held, held_alike, *_), (more, more_alike, *_) = totals.values()
+    (count, alike, left, wrong), (held, held_alike, *_), (more, more_alike, _, more_wrong) = totals.values()
     times = [f"{pair}, {n} times" if n > 1 else pair for pair, n in Counter(wrong).items()]
     values = {"count": count, "alike": alike, "left": left, "held": held, "held_alike": held_alike}
     values |= {"second": more, "second_alike": more_alike}
-    return section("published.order", telling=TELLING, **values, wrong="; ".join(times) or "none", rows=rows)
+    where = Counter(pair.rpartition(" (")[2].rstrip(")") for pair in more_wrong)  # machine and phase
+    second_wrong = "; ".join(f"{number} on {words}" for words, number in where.items()) or "none"
+    words = {"wrong": "; ".join(times) or "none", "second_wrong": second_wrong}
+    return section("published.order", telling=TELLING, **values, **words, rows=rows)
 
 
 def _ordered(ones: Sequence[Compared]) -> list[Number]:
