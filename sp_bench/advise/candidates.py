@@ -32,7 +32,7 @@ ALL_SIMULATED = 64
 HOPELESS = 1.5
 """How many times as long as a step another may take, at least, so that it isn't simulated."""
 AT_FIRST = 4
-"""Of how many methods, those with the lowest bounds, the steps say which others are simulated."""
+"""Methods that are simulated whatever their bounds, those with the lowest ones: their steps rule others out."""
 PAD_HEADS = "method.pad_heads"
 """The one option of methods that a question may set: for all that have it."""
 
