@@ -29,6 +29,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
 
 
+IMPORTED_BY_TORCH = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.distributed.fsdp")
 SHARED = ("box", "ranks", "can_be_made", "world")
 """Fixtures of which all workers together have one, those with the longest tests first."""
 USE = "ranks: Ranks"
@@ -62,10 +63,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: SHARED.index(name) if (name := _shared(item)) else len(SHARED))
 
 
+gc.disable()  # until all tests are collected: what that makes stays
+
+
 def pytest_collection_finish() -> None:
     """Objects made by collecting stay for the session, so that no collection of garbage goes through them again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _shared(item: pytest.Item) -> str | None:
@@ -94,9 +99,12 @@ def no_user_configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="session", autouse=True)
 def preloaded_ranks() -> Iterator[None]:
-    """Modules of most jobs are imported once. The last one torch imports, with sympy, for a gradient that is given."""
+    """Modules of most jobs are imported once, and not by each rank of each pool.
+
+    The last three torch imports itself: with sympy for a gradient that is given, for an optimizer, for sharded weights.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        modules = [*pool.PRELOADED, "tests.run.jobs", "torch.fx.experimental.symbolic_shapes"]
+        modules = [*pool.PRELOADED, "tests.run.jobs", *IMPORTED_BY_TORCH]
         patch.setattr(pool, "PRELOADED", modules)
         yield
 
