@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sp_bench.cli.keys import Keys
@@ -25,7 +25,7 @@ from sp_bench.loggers import logger_by_default
 from sp_bench.loggers.wandb_client import WandbSettings
 from sp_bench.machine import gpus_here
 from sp_bench.reading import has_key, keys_at
-from sp_bench.resources import CONF, conf_folders, suite_config
+from sp_bench.resources import CONF, conf_folders, suite_config, yaml_of
 from sp_bench.workload import WORKLOADS
 
 SECTIONS = {"cluster": ClusterSection, "implementation": Implementation, "logger": WandbSettings}
@@ -108,16 +108,15 @@ class Composer(ExitStack):
         by_itself = method.is_file()
         shared = sorted(text for group, text in chosen.items() if not (by_itself and group == METHOD))
         try:
-            config = pickle.loads(_composed((*shared, *self._search)))
+            content = pickle.loads(_composed((*shared, *self._search)))
             if by_itself:
-                with open_dict(config):
-                    config.method = OmegaConf.load(method)
-            for override in parsed:
-                if override not in of_hydra:
-                    group, _, key = override.key_or_group.partition(".")
-                    optional = group in SECTIONS and has_key(SECTIONS[group], key)
-                    value = _or_null(override, config)
-                    OmegaConf.update(config, override.key_or_group, value, merge=True, force_add=optional)
+                content["method"] = yaml_of(method)
+            config = _touched(content, others := [override for override in parsed if override not in of_hydra])
+            for override in others:
+                group, _, key = override.key_or_group.partition(".")
+                optional = group in SECTIONS and has_key(SECTIONS[group], key)
+                value = _or_null(override, config)
+                OmegaConf.update(config, override.key_or_group, value, merge=True, force_add=optional)
         except (HydraException, OmegaConfBaseException) as error:
             raise self._explained(overrides, error) from None
         try:
@@ -126,7 +125,7 @@ class Composer(ExitStack):
             what = str(error).splitlines()[0]
             raise RequestError(" ".join(overrides), what, "a plain value would work") from None
         assert isinstance(composed, dict)
-        resolved: dict[str, Any] = {str(key): value for key, value in composed.items()}
+        resolved: dict[str, Any] = content | {str(key): value for key, value in composed.items()}
         here = resolved["cluster"].get("this_machine") is True
         if resolved["workload"] in WORKLOADS:
             resolved |= WORKLOADS[resolved["workload"]].filled(resolved, here=here)
@@ -272,16 +271,21 @@ def _or_null(override: Override, config: DictConfig) -> Any:
     return None if value == "none" and (key == "baseline" or OmegaConf.select(config, key) is None) else value
 
 
+def _touched(content: Mapping[str, Any], overrides: Sequence[Override]) -> DictConfig:
+    """The sections of a config that overrides change, in which they are set; all of it where values name others."""
+    named = "${" in str(content) or any("${" in str(override.input_line) for override in overrides)
+    heads = content if named else {_head(override.key_or_group) for override in overrides}
+    config = OmegaConf.create({head: section for head, section in content.items() if head in heads})
+    OmegaConf.set_struct(config, True)
+    return config
+
+
 @lru_cache(maxsize=256)
 def _composed(choices: tuple[str, ...]) -> bytes:
     """The config with these choices of groups, pickled. Kept, because composing it takes long."""
     # Folders beside the suite's are searched last.
     content = suite_config(dict(each.split("=", 1) for each in choices if not each.startswith("hydra.searchpath=")))
-    if content is None:
-        return pickle.dumps(compose("config", overrides=list(choices)))
-    config = OmegaConf.create(content)
-    OmegaConf.set_struct(config, True)
-    return pickle.dumps(config)
+    return pickle.dumps(content or OmegaConf.to_container(compose("config", overrides=list(choices))))
 
 
 @lru_cache(maxsize=1024)
