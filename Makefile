@@ -18,8 +18,8 @@ bench: $(VENV)/ready
 	$(RUN) sp_bench method=mesh gpus=4 cluster=local seqlen=8k heads=8 head_dim=64 dtype=float32 iters=5 warmup=1
 	$(RUN) sp_bench method=mesh gpus=256
 
-# Nine ranks wait for each other's messages half of the time, which the rest fills. It is nice: ranks that run late keep
-# all others waiting.
+# Nine ranks wait for each other's messages part of the time, which the rest fills. It is nice: a rank that runs late
+# keeps all others waiting.
 test: WHICH := and not exhaustive and not long
 test-long: WHICH := and long and not exhaustive
 test-ci: WHICH := and not exhaustive

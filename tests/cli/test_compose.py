@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from sp_bench.cli import compose as module
 from sp_bench.cli.compose import Composer
+from sp_bench.errors import RequestError
 from sp_bench.resources import CONF, suite_config, yaml_of
 
 GROUPS = ("method", "cluster", "kernel", "implementation", "data", "logger", "model")
@@ -50,6 +51,14 @@ def test_a_point_of_the_suites_files_needs_no_hydra(monkeypatch: pytest.MonkeyPa
     with Composer() as composer:
         assert composer.compose(["method=ring", "cluster=b200", "gpus=16"])["gpus"] == 16
     module._composed.cache_clear()
+
+
+def test_a_value_may_be_that_of_another_key() -> None:
+    with Composer() as composer:
+        found = composer.compose(["gpus=${batch}", "batch=4", "train.batch_tokens=${gpus}"])
+        assert found["gpus"] == found["train"]["batch_tokens"] == 4
+        with pytest.raises(RequestError, match="nothing_such"):
+            composer.compose(["gpus=${nothing_such}"])
 
 
 def test_a_file_of_ones_own_is_composed_by_hydra(tmp_path: Path) -> None:
