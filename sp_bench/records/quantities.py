@@ -396,7 +396,9 @@ class Prompt:
     chunk_ms: list[float] | None = None
     """The time of each chunk, in order. Measured: of the rank with most, the median over iterations."""
     kv_cache_bytes: Annotated[int | None, Result("KV cache per GPU", "GB", 1e-9, better="less")] = None
-    """Bytes of keys and values, of all layers, that the GPU with most of them holds at the end."""
+    """Bytes of keys and values, of all layers, that the GPU with most of them must hold at most: after the last chunk
+    or, under a window, during the chunk whose queries see most. What no later query sees is let go, though measured
+    ranks keep it."""
 
     def timed(self, step_ms: float, chunk_ms: list[float]) -> Prompt:
         """The same with the times of its chunks; as it is for other workloads."""

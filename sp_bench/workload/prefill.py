@@ -234,15 +234,19 @@ class Prefill(Workload):
         )
 
     def prompt(self, problem: Problem) -> Prompt:
-        """The chunks, and the cache that they leave on a GPU."""
+        """The chunks, and the most that a GPU holds of the cache: under a window of each chunk's keys alone."""
         attentions, kinds = self.attentions(problem), len(self.layers_by_attention)
+        chunks = {attentions[first : first + kinds] for first in range(0, len(attentions), kinds)}
         return Prompt(
             prefill_chunk=self.chunking.chunk or problem.seqlen,
             prefill_cached=self.chunking.cached,
             chunks=len(attentions) // kinds,
-            kv_cache_bytes=sum(
-                layers * layer_cache_bytes(each)
-                for layers, each in zip(self.layers_by_attention, attentions[-kinds:], strict=True)
+            kv_cache_bytes=max(
+                sum(
+                    layers * layer_cache_bytes(each)
+                    for layers, each in zip(self.layers_by_attention, chunk, strict=True)
+                )
+                for chunk in chunks
             ),
         )
 

@@ -73,7 +73,10 @@ def test_chunks_under_a_window_send_what_one_behind_a_history_does(method: str) 
     assert whole.layout == "contiguous" and whole.chunks == 3
     flops = 4 * 32 * 128 * (24 * 2**10 * 1024 - 1023 * 512)
     assert whole.tflops_per_gpu == pytest.approx(flops / 8 / whole.step_ms_median / 1e9)
-    assert whole.kv_cache_bytes == (1023 + 2**10) * 2 * 8 * 128 * 2, "the last rank has the end of the history"
+    most = (1023 + 2**10) * 2 * 8 * 128 * 2
+    assert whole.kv_cache_bytes == most, "the last rank has the end of the history"
+    for seqlen in ("16k", "18k", "80k"):  # however long the last chunk is
+        assert prompt(*window, f"seqlen={seqlen}", "prefill.chunk=8k").kv_cache_bytes == most
 
 
 @pytest.mark.parametrize(("model", "full", "layers"), [("gpt_oss_20b", 12, 24), ("gemma3_27b", 10, 62)])

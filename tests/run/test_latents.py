@@ -19,7 +19,7 @@ from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.run.latents import Expanding, Latents
 from tests.run.latent_jobs import NAMES, find_errors, of_latents
 from tests.run.matrix import DTYPES, everything
-from tests.run.test_documents import PACKS, cases_of
+from tests.run.test_documents import CACHED, PACKS, cases_of
 from tests.run.test_padded_heads import METHODS as SPLIT_HEADS
 from tests.run.test_padded_heads import padded_cases, with_documents
 from tests.support.attention_cases import Case, of_each_method, of_one_batch_entry, relative
@@ -58,7 +58,7 @@ def of_packs(n: int) -> list[Case]:
     """Every variant of every method that takes latents, packs and dealings in turn, in fp64 or fp32: of few tokens
     roundings to bfloat16 leave little (tests.support.bounds).
     """
-    packed = [cases_of(n, pack) for pack in PACKS]
+    packed = [cases_of(n, pack) for pack in (*PACKS, *CACHED)]
     found = taken(case for cases in zip_longest(*packed) for case in cases if case)
     return [replace(case, dtype=DTYPES[i % 2]) for i, case in enumerate(found)]
 
@@ -72,7 +72,8 @@ def with_padded_heads(n: int) -> list[Case]:
 
 def assert_exact(ranks: Ranks, cases: list[Case]) -> list[float]:
     """Results and gradients are those of the definition in fp64, bytes the plans' and, of whole sequences, the closed
-    form's; memory is at most as counted. Returns the share of the counted memory of each case.
+    form's; memory is at most as counted, and keys are made as often as is simulated. Returns the share of the counted
+    memory of each case.
     """
     answers, shares = ranks.run(find_errors, cases), []
     for case in cases:
@@ -83,6 +84,11 @@ def assert_exact(ranks: Ranks, cases: list[Case]) -> list[float]:
         if not case.pack:
             assert sum(each.counted for each in found) == pytest.approx(sum(each.closed for each in found)), case
         assert max(each.live for each in found) <= found[0].expected, case
+        for each in found:
+            assert each.makings[0] == each.simulated[0], case
+            # Of tokens that lie apart, all keys are counted of the documents that queries are of.
+            at_most = case.pack and case.problem.layout.name == "striped"
+            assert each.makings[1] <= each.simulated[1] if at_most else each.makings[1] == each.simulated[1], case
         shares += [max(each.live for each in found) / found[0].expected]
     return shares
 
