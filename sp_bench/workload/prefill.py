@@ -185,17 +185,20 @@ class Prefill(Workload):
                 raise RequestError(f"prefill.chunk={chunk}", rule, works) from None
 
     def attentions(self, problem: Problem) -> tuple[Problem, ...]:
-        """The attention of each chunk, in order: its own queries, and all keys up to its end. Of layers of two kinds,
-        for each chunk that of those that see all, and that of the others.
+        """The attention of each chunk, in order: its own queries, and all keys up to its end, or under a window those of
+        earlier chunks of which it sees some: chunks that see alike have equal attentions. Of layers of two kinds, for
+        each chunk that of those that see all, and that of the others.
         """
         chunk, cached = self.chunking.chunk or problem.seqlen, problem.history
         found: list[Problem] = []
         for start in range(0, problem.seqlen, chunk):
             end = min(start + chunk, problem.seqlen)
             for mask in self.masks(problem):
+                keys = cached + end
                 if isinstance(mask, Packed):
                     mask = mask.part(start, end, (cached, *(chunk,) * (start // chunk)))
-                found.append(replace(problem, seqlen=end - start, kv_seqlen=cached + end, mask=mask))
+                    keys = end - start + mask.cached_tokens
+                found.append(replace(problem, seqlen=end - start, kv_seqlen=keys, mask=mask))
         return tuple(found)
 
     def masks(self, problem: Problem) -> tuple[Mask, ...]:
