@@ -11,7 +11,7 @@ from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.caches import Caches
-from sp_bench.plan.documents import Documents, Packed, Window
+from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.mask import CAUSAL, Mask
 from sp_bench.plan.method import Method
 from sp_bench.plan.problem import Problem, heads_of_a_key_head
@@ -84,7 +84,6 @@ class Decode(Attention):
         """
         new, share = shape["seqlen"], heads_of_a_key_head(shape["heads"], shape["kv_heads"])
         cached = shape["kv_seqlen"] or new
-        left = mask.left if isinstance(mask, Packed) else None
         if isinstance(mask, Documents) and mask.causal:
             if mask.new:
                 rule = "are those of parts of prompts: here lengths are those of caches"
@@ -96,20 +95,22 @@ class Decode(Attention):
                 rule = f"the caches of {len(mask.lengths)} sequences have {mask.seqlen} keys together"
                 raise RequestError(f"kv_seqlen={cached}", rule, f"kv_seqlen={mask.seqlen} would work")
             lengths = mask.lengths
-        elif mask is CAUSAL or (isinstance(mask, Window) and mask.causal):
+        elif mask is CAUSAL or (isinstance(mask, Window | Chunked) and mask.causal):
             lengths = (cached,) * shape["batch"]
         else:
-            rule = f"a new token sees what is cached of its sequence, or a window of it, in workload={cls.name}"
-            works = "mask=causal, a causal mask=window, or mask=document with data would work"
+            rule = f"a new token sees what is cached of its sequence, or the end of it, in workload={cls.name}"
+            works = "mask=causal, a causal mask=window or chunked, or mask=document with data would work"
             raise RequestError(f"mask={mask.name}", rule, works)
         section = _section(config)
-        if left is not None:
-            lengths = tuple(min(length, left + new) for length in lengths)
-            if section.page_tokens and new > 1:
-                rule = f"kernels read pages from their first key, and of {new} new tokens each has a window of its own"
-                works = "seqlen=1, or decode.page_tokens=null, would work"
-                raise RequestError(f"decode.page_tokens={section.page_tokens} with a window", rule, works)
-        caches = Caches(lengths, new, share, section.page_tokens, left)
+        caches = Caches(lengths, new, share, section.page_tokens)
+        if isinstance(mask, Chunked):
+            caches = caches.chunked(max(mask.lengths))
+        elif isinstance(mask, Packed) and mask.left is not None:
+            caches = caches.ends(mask.left)
+        if section.page_tokens and new > 1 and caches.limits:
+            rule = f"kernels read pages from their first key, and {new} new tokens have first keys of their own"
+            works = "seqlen=1, or decode.page_tokens=null, would work"
+            raise RequestError(f"decode.page_tokens={section.page_tokens} with mask={mask.name}", rule, works)
         caches.refuse_ranks(n)
         latent, kv_heads = section.latent, section.tensor_parallel * shape["kv_heads"]
         if latent and kv_heads > 1:

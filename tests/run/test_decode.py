@@ -45,12 +45,19 @@ def test_sequences_of_any_lengths(ranks: Ranks, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [3, *map(exhaustive, (1, 2, 4, 8))])
-def test_sinks_and_windows(ranks: Ranks, n: int) -> None:
-    """A score more in each softmax, once a row, whoever merges it; several new tokens have windows of their own."""
+def test_sinks_windows_and_chunks(ranks: Ranks, n: int) -> None:
+    """A score more in each softmax, once a row, whoever merges it; several new tokens have windows of their own, or
+    are in several chunks.
+    """
     wanted = [case._replace(sinks=True, left=(None, 20, 5)[i % 3]) for i, case in enumerate(cases(n, 3))]
     paged = [Case(n, name, (70, 50), 1, 8, 2, page=4, left=30, sinks=True) for name in METHODS]
     in_place = [Case(n, name, (n * 70,), 1, 8, 2, page=64, sinks=True, in_place=True) for name in METHODS]
-    assert_exact(ranks, [*wanted, *paged, *in_place])
+    chunked = [
+        Case(n, name, (length,) * 2, new, 8, 2, chunk=60, sinks=new > 1)
+        for name in METHODS
+        for length, new in ((95, 1), (120, 1), (122, 4), (200, 2))
+    ]
+    assert_exact(ranks, [*wanted, *paged, *in_place, *chunked])
 
 
 @pytest.mark.parametrize("form", ["library", "messages"])
