@@ -185,9 +185,9 @@ class Prefill(Workload):
                 raise RequestError(f"prefill.chunk={chunk}", rule, works) from None
 
     def attentions(self, problem: Problem) -> tuple[Problem, ...]:
-        """The attention of each chunk, in order: its own queries, and all keys up to its end, or under a window those of
-        earlier chunks of which it sees some: chunks that see alike have equal attentions. Of layers of two kinds, for
-        each chunk that of those that see all, and that of the others.
+        """The attention of each chunk, in order: its own queries, and all keys up to its end or, under a window, those
+        of earlier chunks of which it sees some: chunks that see alike have equal attentions. Of layers of two kinds,
+        for each chunk that of those that see all, and that of the others.
         """
         chunk, cached = self.chunking.chunk or problem.seqlen, problem.history
         found: list[Problem] = []

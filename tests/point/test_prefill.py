@@ -82,10 +82,14 @@ def test_chunks_under_a_window_send_what_one_behind_a_history_does(method: str) 
 @pytest.mark.parametrize("mask", ["window window=[1023,0]", "chunked chunk=4k"])
 def test_chunks_that_see_alike_are_planned_and_simulated_once(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
     """However long the prompt is: the first one sees no history, and the last one may be shorter."""
-    calls = {"_plan": [], "simulated": []}
+    calls: dict[str, list[str]] = {"_plan": [], "simulated": []}
     for name, found in calls.items():
         real = getattr(choose, name)
-        counted = lambda *args, real=real, found=found, **more: found.append(None) or real(*args, **more)
+
+        def counted(*args, real=real, found=found, **more):
+            found.append(real.__name__)
+            return real(*args, **more)
+
         monkeypatch.setattr(choose, name, counted)
     asked = (*f"method=ring mask={mask}".split(), "prefill.chunk=4k", "prefill.cached=2k")
     numbers = []
