@@ -94,7 +94,8 @@ def test_a_step_of_a_model_is_all_its_layers(model: str, kinds: dict[str, int]) 
     assert flops[0] == pytest.approx(sum(n * x for n, x in zip(kinds.values(), flops[1:], strict=True)))
     assert record.model == model and record.record.full_layers == (next(iter(kinds.values())) if len(kinds) > 1 else None)
     assert record.peak_mem_bytes_max >= record.kv_cache_bytes > record.cache_bytes
-    assert "of all" in record.record.notes[0] and "of all 1 layers" in next(iter(alone.values())).record.notes[0]
+    notes = [" ".join(one.record.notes or ()) for one in (record, *alone.values())]
+    assert f"of all {sum(kinds.values())} layers" in notes[0] and "of all 1 layers" in notes[1]
 
 
 def test_a_model_of_latents_keeps_them() -> None:
