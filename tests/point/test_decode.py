@@ -92,7 +92,9 @@ def test_a_step_of_a_model_is_all_its_layers(model: str, kinds: dict[str, int]) 
     assert record.tokens_per_s == pytest.approx(4e3 / record.step_ms_median)
     flops = [one.tflops_per_gpu * one.step_ms_median for one in (record, *alone.values())]
     assert flops[0] == pytest.approx(sum(n * x for n, x in zip(kinds.values(), flops[1:], strict=True)))
-    assert record.model == model and record.record.full_layers == (next(iter(kinds.values())) if len(kinds) > 1 else None)
+    assert record.model == model and record.record.full_layers == (
+        next(iter(kinds.values())) if len(kinds) > 1 else None
+    )
     assert record.peak_mem_bytes_max >= record.kv_cache_bytes > record.cache_bytes
     notes = [" ".join(one.record.notes or ()) for one in (record, *alone.values())]
     assert f"of all {sum(kinds.values())} layers" in notes[0] and "of all 1 layers" in notes[1]

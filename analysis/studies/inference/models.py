@@ -91,9 +91,7 @@ def _pack(setting: Setting, method: str) -> Point:
 
 
 def _point(setting: Setting, method: str, **keys: Any) -> Point:
-    return point(
-        method=method, model=setting.model, gpus=setting.gpus, cluster=CLUSTER, baseline=None, trace=0, **keys
-    )
+    return point(method=method, model=setting.model, gpus=setting.gpus, cluster=CLUSTER, baseline=None, trace=0, **keys)
 
 
 def _by_method(records: Mapping[str, Record], unit: str, divisor: float) -> Row:
