@@ -124,7 +124,7 @@ class Expanding:
     def __init__(self, kernel: BlockKernel, latents: Latents, heads: Tensor, see: Callable[..., None]) -> None:
         """`heads` are the query heads of the blocks, (h,) int64. `see` is told the tensors that a call holds."""
         self.kernel = kernel
-        """What computes the blocks."""
+        """Computes the blocks."""
         self._latents, self._see = latents, see
         step = int(heads[1] - heads[0]) if len(heads) > 1 else 1
         first, even = int(heads[0]), bool((heads.diff() == step).all())

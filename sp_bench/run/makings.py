@@ -31,7 +31,7 @@ class Together:
     def __init__(self, expanding: Expanding, calls: Sequence[Call], device: torch.device, dtype: torch.dtype) -> None:
         """`dtype` is that of the sums of gradients."""
         self.kernel: BlockKernel = expanding.kernel
-        """What computes the calls, given keys and values."""
+        """Computes the calls, given keys and values."""
         self.rows: Rows = _union([rows for rows, _ in calls], device)
         """The rows that are made, ascending."""
         self._expanding, self._dtype = expanding, dtype
