@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from itertools import product
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from sp_bench.methods import REGISTRY
 from tests.run.decode_jobs import Case, find_errors
@@ -37,6 +39,36 @@ def cases(n: int, count: int) -> list[Case]:
         dtype, narrow = ("float32", "float64", "bfloat16")[i % 3], (None, 8)[i % 5 == 4]
         found.append(Case(n, name, lengths, new, heads, kv_heads, v_head_dim=narrow, dtype=dtype))
     return found
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Case:
+    """Any step: caches of any lengths in runs or pages, whole or their ends, heads that share, with sinks or none."""
+    n, new = draw(st.integers(1, 8)), draw(st.integers(1, 3))
+    heads, kv_heads = draw(st.sampled_from([(4, 2), (8, 1), (3, 3)]))
+    shape = {"new": new, "heads": heads, "kv_heads": kv_heads, "sinks": draw(st.booleans()), "dtype": "float64"}
+    lengths = st.lists(st.integers(max(n, new), 90), min_size=1, max_size=5)
+    kind = draw(st.sampled_from(["whole", "pages", "window", "chunk"]))
+    if kind == "pages":
+        page = draw(st.integers(1, 6))
+        lengths = st.lists(st.integers(max(n * page, new), 90), min_size=1, max_size=5)
+        return Case(n, draw(methods), tuple(draw(lengths)), **shape, page=page)
+    if kind == "chunk":
+        chunk, into = draw(st.integers(new, 60)), draw(st.integers(0, 3))
+        length = into * chunk + draw(st.integers(1, chunk))
+        if min(length, (length - new) % chunk + new) >= max(n, new):
+            return Case(n, draw(methods), (length,) * draw(st.integers(1, 3)), **shape, chunk=chunk)
+    left = draw(st.integers(0, 60)) if kind == "window" else None
+    return Case(n, draw(methods), tuple(draw(lengths)), **shape, left=left)
+
+
+methods = st.sampled_from(METHODS)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps())
+def test_any_step(ranks: Ranks, case: Case) -> None:
+    assert_exact(ranks, [case])
 
 
 @pytest.mark.parametrize("n", [2, 3, *map(exhaustive, (1, 4, 5, 6, 8))])

@@ -8,22 +8,26 @@ from itertools import zip_longest
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from sp_bench.errors import RequestError
 from sp_bench.kernels import choose
 from sp_bench.kernels.pieces import Pieces
 from sp_bench.methods import REGISTRY
 from sp_bench.plan import Problem
+from sp_bench.plan.documents import Packed
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.run.latents import Expanding, Latents
 from tests.run.latent_jobs import NAMES, find_errors, of_latents
 from tests.run.matrix import DTYPES, everything
-from tests.run.test_documents import CACHED, PACKS, cases_of
+from tests.run.test_documents import CACHED, PACKS, cases_of, some_cases_of
 from tests.run.test_padded_heads import METHODS as SPLIT_HEADS
 from tests.run.test_padded_heads import padded_cases, with_documents
 from tests.support.attention_cases import Case, of_each_method, of_one_batch_entry, relative
 from tests.support.marks import exhaustive
+from tests.support.packs import packs
 from tests.support.ranks import Ranks
 
 AT_MOST = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 2e-2}
@@ -112,6 +116,13 @@ def test_documents_and_windows(ranks: Ranks, n: int, count: int) -> None:
     cases = of_each_method(of_packs(n), count, turn=count)
     assert {case.method for case in cases} >= REGISTRY.keys() - {"reference"}
     assert_exact(ranks, cases)
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pack=packs(cached=True), n=st.sampled_from([1, 2, 3, 4, 6, 8]), turn=st.integers(0, 10))
+def test_any_pack(ranks: Ranks, pack: Packed, n: int, turn: int) -> None:
+    """Behind histories or none, with windows or none."""
+    assert_exact(ranks, taken(replace(case, dtype="float64") for case in some_cases_of(n, pack, 3, turn)))
 
 
 @pytest.mark.parametrize(("n", "count"), [(4, 2), exhaustive(3, 8), exhaustive(4, 12), exhaustive(8, 4)])
