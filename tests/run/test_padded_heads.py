@@ -95,13 +95,14 @@ def test_the_shapes_of_the_issue_on_eight_ranks(ranks: Ranks) -> None:
     n=st.sampled_from([2, 3, 4, 6, 8]),
     kv_heads=st.integers(1, 9),
     share=st.integers(1, 5),
-    method=st.sampled_from(["ulysses", "ulysses_all_gather"]),
+    method=st.sampled_from(["ulysses", "usp"]),
     causal=st.booleans(),
 )
 def test_any_heads(ranks: Ranks, n: int, kv_heads: int, share: int, method: str, causal: bool) -> None:
     shape = {"heads": kv_heads * share, "kv_heads": kv_heads, "tokens": 4, "dtype": "float64", "causal": causal}
     layout = REGISTRY[method].layouts[-1]
-    case = Case(n=n, method=method, options=(("pad_heads", True),), layout=layout, **shape)
+    options = (*((("ulysses", n),) if method == "usp" else ()), ("pad_heads", True))
+    case = Case(n=n, method=method, options=options, layout=layout, **shape)
     try:
         case.built.refuse(case.whole)
     except RequestError:  # a rank would have zeros alone
