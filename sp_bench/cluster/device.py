@@ -310,16 +310,16 @@ class DeviceCosts:
         parts = 2 if len(keys) > 1 and problem.layout.name.startswith("zigzag") else 1
         seconds = joined_s(self._kernel(problem, phase), blocks, queries, keys, parts)
         seen = blocks.keys_seen.reshape(blocks.chunks, -1)[queries[None, :], keys].sum(axis=0)
-        makings_s = self.keys_s(problem, phase, seen, blocks.mask.windowed)
-        return seconds + (parts * self.launch_s + makings_s) * (seconds > 0)
+        keys_s = self.keys_s(problem, phase, seen, blocks.mask.windowed)
+        return seconds + (parts * self.launch_s + keys_s) * (seconds > 0)
 
     def _pack_s(self, problem: Problem, phase: str, blocks: PackBlocks) -> np.ndarray:
         """A block of many documents is one call of a kernel for variable lengths (cluster.variable), but where a window
         ends have calls of their own: gradients of keys made of latents are summed over them.
         """
         seconds = blocks_s(self._kernel(problem, phase), blocks)
-        makings_s = self.keys_s(problem, phase, blocks.keys_seen, blocks.mask.windowed)
-        return seconds + (self.launch_s + makings_s) * (seconds > 0)
+        keys_s = self.keys_s(problem, phase, blocks.keys_seen, blocks.mask.windowed)
+        return seconds + (self.launch_s + keys_s) * (seconds > 0)
 
     def _kernel(self, problem: Problem, phase: str) -> Kernel:
         batch_heads = problem.batch * problem.block_heads
