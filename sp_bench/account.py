@@ -449,26 +449,32 @@ def _fresh(op: Block, index: int, flow: Dataflow, lowering: Lowering, *, as_held
 
 def _made_bytes(op: Block, problem: Problem) -> int:
     """Bytes of the keys and values that a block makes of latents, and backward of their gradients; 0 without latents.
-    Under packs also of the latents, of which a call has copies of some rows.
+    Under packs also of the latents, of which a block has copies of some rows.
 
-    A block of one chunk is computed in several calls, and one of them may have all of its keys. Pieces of several
-    queries that see the same keys have these several times.
+    A block makes them once for all of its kernel calls (run.makings): of packs a call may then have copies of all, and
+    of a Gathered block several copies of some, as pieces of several queries see the same keys.
     """
     if not problem.latent_dim:
         return 0
     if isinstance(op, Gathered):
-        sizes = [work.sizes for work in works_of(op, problem)[0]]
-        tokens = int(max(x.kv_tokens[x.kind == kind].sum() for x in sizes for kind in range(3)))
+        works, several = works_of(op, problem)[0], True
+        tokens = max(work.kv_rows for work in works)
+        most = int(max(work.sizes.kv_tokens[work.sizes.kind == kind].sum() for work in works for kind in range(3)))
     else:
         of_keys = {chunk for chunk in op.reads if chunk.tensor.of_keys}
-        tokens = sum(problem.field_tokens(chunk.tensor.fields[0]) for chunk in of_keys)
-    backward = any(chunk.tensor.of_keys for chunk in op.writes)
-    each = problem.batch * problem.block_heads * (problem.head_dim + problem.value_dim) * DTYPE_BYTES[problem.dtype]
+        tokens = most = sum(problem.field_tokens(chunk.tensor.fields[0]) for chunk in of_keys)
+        blocks = problem.blocks
+        packed = isinstance(blocks, PackBlocks)
+        several = packed or any(len(blocks.regions_of(kind)) > 1 for kind in range(blocks.classes))
+    copied, backward = most * problem.mask.in_pieces, any(chunk.tensor.of_keys for chunk in op.writes)
+    element, wide = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.accumulate_dtype]
+    each = problem.batch * problem.block_heads * (problem.head_dim + problem.value_dim)
     # The product that is added to a gradient of the matrices has their heads, too.
     product = problem.block_heads * max(problem.made_dim, problem.value_dim) * problem.latent_dim
-    made = tokens * each * (2 if backward else 1) + backward * product * DTYPE_BYTES[problem.dtype]
-    copied = tokens * sum(problem.token_bytes(field, wire=False) for field in KV.fields) * problem.mask.in_pieces
-    return made + copied
+    made = (tokens + copied) * each * element
+    if backward:
+        made += most * each * element + tokens * each * wide * several + product * element
+    return made + copied * sum(problem.token_bytes(field, wire=False) for field in KV.fields)
 
 
 def _matrix_bytes(plan: Plan, problem: Problem) -> int:

@@ -22,6 +22,7 @@ from sp_bench.point.simulated import simulate_point
 from sp_bench.records import Record
 from sp_bench.records.interval import Interval, interval
 from sp_bench.workload import Decode
+from sp_bench.workload.model import NONE
 
 LEFT_OUT = ("reference", "dcp", "helix", "tree")
 """Methods for one GPU, and for decode steps: elsewhere these are one tile of Mesh-Attention by gathers."""
@@ -211,8 +212,9 @@ def decodes(config: Mapping[str, Any]) -> bool:
 
 
 def _request(config: Mapping[str, Any]) -> Request:
-    workload = DECODE if decodes(config) else "attention"
-    return resolve({**config, "mode": "simulate", "workload": workload, "trace": 0})
+    decoding = {"workload": DECODE, "model": {**config["model"], "name": NONE}}  # the attention of one layer
+    asked = decoding if decodes(config) else {"workload": "attention"}
+    return resolve({**config, "mode": "simulate", **asked, "trace": 0})
 
 
 @uncollected()
@@ -226,7 +228,7 @@ def _least(config: Mapping[str, Any]) -> float | None:
 
 @uncollected()
 def _tried(config: Mapping[str, Any]) -> Feasible | RequestError:
-    """A method simulated at its fastest degrees, or why it can't run."""
+    """A method's attention of one layer simulated at its fastest degrees, or why it can't run."""
     try:
         record, choice = simulate_point(_request(config))
     except RequestError as error:

@@ -21,7 +21,7 @@ from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.intervals import Sizes
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import DTYPE_BYTES, Problem, flops_per_pair
-from sp_bench.plan.regions import Region, RegionKind
+from sp_bench.plan.regions import Region, RegionKind, rows_in
 from sp_bench.plan.tensors import Kind, Tensor
 from sp_bench.reading import Count, NotNegative, Positive, Section, figure, read
 
@@ -245,16 +245,19 @@ class DeviceCosts:
             return self._pack_s(problem, phase, blocks)
         if problem.decodes:
             return np.concatenate([self.caches_s(problem, [q]) for q in range(problem.n)])
-        classes = map(blocks.regions_of, range(blocks.classes))
-        return np.array([self.regions_s(problem, phase, regions) for regions in classes])
+        classes = [blocks.regions_of(kind) for kind in range(blocks.classes)]
+        seen = np.array([rows_in(region.plain.kv for region in regions) for regions in classes])
+        several = np.array([len(regions) > 1 for regions in classes])
+        seconds = np.array([self.regions_s(problem, phase, regions) for regions in classes], float)
+        return seconds + self.makings_s(problem, phase, seen, several)
 
     def regions_s(self, problem: Problem, phase: str, regions: Iterable[Region]) -> float:
-        """Seconds of kernel calls, one for each region."""
+        """Seconds of kernel calls, one for each region, given keys and values (makings_s)."""
         return sum(self._region_s(problem, phase, region) for region in regions)
 
     def pieces_s(self, problem: Problem, phase: str, works: Sequence[Sizes]) -> np.ndarray:
         """Seconds of regions that kernels for variable lengths take together, a call for each kind of them
-        (cluster.variable): (works,).
+        (cluster.variable), given keys and values (makings_s): (works,).
         """
         kernel, number = self._kernel(problem, phase), np.repeat(np.arange(len(works)), [x.pairs.size for x in works])
         kind, q_tokens, kv_tokens, pairs = (np.concatenate(each) for each in zip(*works, strict=True))
@@ -267,7 +270,7 @@ class DeviceCosts:
             each_s = kernel.pieces_s(mask, q_tokens[here], kv_tokens[here], pairs[here], whole[of])
             alone_s = np.bincount(of, each_s)
             several_s = alone_s / kernel.factor(mask)
-            total_s[there] += self.keys_s(problem, phase, np.bincount(of, kv_tokens[here]))
+            total_s[there] += self.repeats_s(problem, phase, np.bincount(of, kv_tokens[here]))
             total_s[there] += self.launch_s + kernel.call_s(alone_s, several_s, np.bincount(of), whole, longest)
         return total_s
 
@@ -307,12 +310,16 @@ class DeviceCosts:
         parts = 2 if len(keys) > 1 and problem.layout.name.startswith("zigzag") else 1
         seconds = joined_s(self._kernel(problem, phase), blocks, queries, keys, parts)
         seen = blocks.keys_seen.reshape(blocks.chunks, -1)[queries[None, :], keys].sum(axis=0)
-        return seconds + (parts * self.launch_s + self.keys_s(problem, phase, seen)) * (seconds > 0)
+        keys_s = self.keys_s(problem, phase, seen, blocks.mask.windowed)
+        return seconds + (parts * self.launch_s + keys_s) * (seconds > 0)
 
     def _pack_s(self, problem: Problem, phase: str, blocks: PackBlocks) -> np.ndarray:
-        """A block of many documents is one call of a kernel for variable lengths (cluster.variable)."""
+        """A block of many documents is one call of a kernel for variable lengths (cluster.variable), but where a window
+        ends have calls of their own: gradients of keys made of latents are summed over them.
+        """
         seconds = blocks_s(self._kernel(problem, phase), blocks)
-        return seconds + (self.launch_s + self.keys_s(problem, phase, blocks.keys_seen)) * (seconds > 0)
+        keys_s = self.keys_s(problem, phase, blocks.keys_seen, blocks.mask.windowed)
+        return seconds + (self.launch_s + keys_s) * (seconds > 0)
 
     def _kernel(self, problem: Problem, phase: str) -> Kernel:
         batch_heads = problem.batch * problem.block_heads
@@ -417,14 +424,14 @@ class DeviceCosts:
             dtype=problem.dtype,
         )
         block_s = self.launch_s + batch_heads * self._flops_per_pair(problem, phase) * pairs / flops_per_s
-        return block_s + self.keys_s(problem, phase, len(region.kv))
+        return block_s + self.repeats_s(problem, phase, len(region.kv))
 
-    def keys_s(self, problem: Problem, phase: str, tokens):
+    def keys_s(self, problem: Problem, phase: str, tokens: Any, several: Any = False):
         """Seconds of what a call's keys cost beside its kernel, for so many (a number, or an array of them): of
         repeating them for all query heads and adding their gradients, where an implementation does
-        (Implementation.repeats_keys), and of making them of latents.
+        (Implementation.repeats_keys), and of making them of latents (makings_s).
         """
-        return self.repeats_s(problem, phase, tokens) + self._made_s(problem, phase, tokens)
+        return self.repeats_s(problem, phase, tokens) + self.makings_s(problem, phase, tokens, several)
 
     def repeats_s(self, problem: Problem, phase: str, tokens, *, calls: int = 1):
         """Seconds of repeating the keys of so many tokens for all query heads, and of adding the gradients that each of
@@ -439,9 +446,12 @@ class DeviceCosts:
         moved = (1 + calls) * heads * (problem.head_dim + problem.value_dim) * DTYPE_BYTES[problem.dtype]
         return 2 * (1 + calls) * self.launch_s + problem.batch * tokens * moved / self.repeat_bytes_per_s
 
-    def _made_s(self, problem: Problem, phase: str, tokens):
-        """Seconds of making the keys and values of a call of so many latents (a number, or an array of them); backward
-        also of their gradients. 0 where no latents travel.
+    def makings_s(self, problem: Problem, phase: str, tokens: Any, several: Any = False):
+        """Seconds of making the keys and values of a block of so many latents (a number, or an array of them); backward
+        also of their gradients. 0 where no latents travel, or a block has none.
+
+        They are made once for all kernel calls of a block. Where it has `several`, their gradients are summed before
+        (run.makings).
 
         Forward are two matrix products, and a copy that puts the shared elements behind those made. Backward makes them
         again, and has two products for the gradients of latents and two for those of the matrices (run.latents).
@@ -460,11 +470,15 @@ class DeviceCosts:
             flops, launches = 3 * flops, 13
             moved += rows * heads * (2 * problem.made_dim + (problem.rope_dim or 0)) * size
             moved += rows * (5 * problem.latent_dim + 2 * (problem.rope_dim or 0)) * size
-            moved += matrices * (size + 2 * DTYPE_BYTES[problem.accumulate_dtype])
+            wide = DTYPE_BYTES[problem.accumulate_dtype]
+            moved += matrices * (size + 2 * wide)
+            # Sums begin as zeros, have each call's added, and are cast.
+            moved += several * rows * heads * (problem.head_dim + problem.value_dim) * (4 * wide + 2 * size)
+            launches += 6 * several
         # Of a dtype without figures, measured points still rank their variants.
         others = (*self.matmul_tflops.values(), *self.peak_tflops.values())
         tflops = self.matmul_tflops.get(problem.dtype) or max(others, default=1.0)
-        return launches * self.launch_s + moved / self.memory_bytes_per_s + flops / (1e12 * tflops)
+        return (tokens > 0) * (launches * self.launch_s + moved / self.memory_bytes_per_s + flops / (1e12 * tflops))
 
 
 def same_model(found: str, figures: str) -> bool:

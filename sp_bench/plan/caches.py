@@ -94,6 +94,11 @@ class Caches(OfLengths):
     """Tokens of a page, if each cache is dealt to ranks by pages in turn; None: each rank has a run of it."""
     left: int | None = None
     """How many keys before its own position a new token sees; None: all of its cache."""
+    firsts: tuple[int, ...] = ()
+    """The first key of its cache that each new token sees, where chunks of a mask begin between new tokens; empty: the
+    first, or by `left`. Caches are alike then."""
+    whole: tuple[int, ...] = ()
+    """Keys of each cache as a layer has it that sees all, where `lengths` are those that a window or a chunk leaves."""
 
     name: ClassVar[str] = "caches"
     causal: ClassVar[bool] = True
@@ -106,6 +111,31 @@ class Caches(OfLengths):
             if length < self.new:
                 rule = f"a cache has the keys of its sequence's {self.new} new tokens, too"
                 raise RequestError(f"sequence {number} with {length} keys", rule, f"{self.new} or more would work")
+
+    def ends(self, left: int) -> Caches:
+        """The last keys of each cache, of which a new token sees `left` before its own."""
+        lengths = tuple(min(length, left + self.new) for length in self.lengths)
+        return replace(self, lengths=lengths, left=left, whole=self.lengths)
+
+    def chunked(self, tokens: int) -> Caches:
+        """The end of each cache from where the chunk of so many tokens begins that its first new token is in. Each new
+        token sees those up to its own of its chunk. The caches are alike.
+        """
+        positions = range(self.lengths[0] - self.new, self.lengths[0])
+        begins = [position // tokens * tokens for position in positions]
+        firsts = tuple(begin - begins[0] for begin in begins)
+        lengths = tuple(length - begins[0] for length in self.lengths)
+        return replace(self, lengths=lengths, firsts=firsts if any(firsts) else (), whole=self.lengths)
+
+    @property
+    def unlimited(self) -> Caches | None:
+        """The caches of a layer that sees all; None if this one does."""
+        return replace(self, lengths=self.whole, left=None, firsts=(), whole=()) if self.whole else None
+
+    @property
+    def limits(self) -> bool:
+        """Whether some new token doesn't see all keys before its own."""
+        return self.left is not None or bool(self.firsts)
 
     @property
     def rows(self) -> int:
@@ -144,6 +174,8 @@ class Caches(OfLengths):
     def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         sequence, row = np.divmod(positions, self.rows)
         start, stop = self.edges[sequence], self.edges[sequence + 1] - self.new + 1 + row // self.share
+        if self.firsts:
+            return start + np.array(self.firsts)[row // self.share], stop
         return start if self.left is None else np.maximum(start, stop - 1 - self.left), stop
 
     def regions(self, q: Positions, kv: Positions) -> Regions:
@@ -183,7 +215,7 @@ class Caches(OfLengths):
 
     def pairs(self, seqlen: int, kv_seqlen: int | None = None) -> float:
         """(row, key) pairs: all that are seen."""
-        if self.left is not None:
+        if self.limits:
             first, stop = self.sees(np.arange(self.seqlen))
             return float((stop - first).sum())
         unseen = self.share * len(self.lengths) * self.new * (self.new - 1) // 2
@@ -213,7 +245,10 @@ class Caches(OfLengths):
         each = max(1, KEYS_OF_ALL // len(self.lengths), 0 if self.page is None else self.page * 3 // 2)
         least = -(-self.new // n)  # as many keys as new tokens
         lengths = tuple((min(length // n, max(each, least)) * n + length % n) for length in self.lengths)
-        return replace(self, lengths=lengths, left=None if self.left is None else max(lengths) - self.new)
+        left = None if self.left is None else max(lengths) - self.new
+        # Where a chunk begins between new tokens, it does so among the last keys.
+        firsts = tuple(first and first - self.lengths[0] + lengths[0] for first in self.firsts)
+        return replace(self, lengths=lengths, left=left, firsts=firsts, whole=())
 
 
 @dataclass(frozen=True)
@@ -272,6 +307,8 @@ class CacheBlocks(Blocks):
     @property
     def _firsts(self) -> np.ndarray:
         """The first key that each new token sees of its cache: (sequences, new)."""
+        if self.mask.firsts:
+            return 0 * self._stops + np.array(self.mask.firsts)
         return 0 * self._stops if self.mask.left is None else np.maximum(self._stops - 1 - self.mask.left, 0)
 
     def _before(self, limit: np.ndarray) -> np.ndarray:
@@ -328,9 +365,10 @@ class CacheBlocks(Blocks):
 
         A row and a key of its cache that is on another rank meet somewhere. Either the row leaves its rank, and a
         result comes back from wherever keys stay; or keys come to the row's rank. Of a sequence with R rows and a run
-        of K keys that is min(per_query R, per_key K) for each of the other ranks; of several new tokens under a window,
-        of the keys that all of them see.
+        of K keys that is min(per_query R, per_key K) for each of the other ranks; of several new tokens under a window
+        or in chunks, of the keys that all of them see.
         """
-        degree, rows, unseen = self.n - 1, self.mask.rows, 0 if self.mask.left is None else self.mask.new - 1
+        degree, rows = self.n - 1, self.mask.rows
+        unseen = max(self.mask.firsts, default=0 if self.mask.left is None else self.mask.new - 1)
         keys = (max(length / self.n - unseen, 0.0) for length in self.mask.lengths)
         return sum(degree * min(per_query * rows, per_key * count) for count in keys)

@@ -346,6 +346,12 @@ def works_of(op: Gathered, problem: Problem) -> tuple[list[Work], np.ndarray]:
     return works, np.repeat(of, degree)
 
 
+def is_one_call(work: Work) -> bool:
+    """Whether one call of a kernel for variable lengths takes all of it, without copies of keys for several pieces."""
+    kind, _, kv_tokens, _ = work.sizes
+    return np.unique(kind).size < 2 and kv_tokens.sum() == work.kv_rows
+
+
 def rows_read(op: Gathered, problem: Problem, ranks: np.ndarray) -> np.ndarray:
     """How many key rows a Gathered block reads on each of the ranks: (ranks,)."""
     degree, counts = problem.layout.head_parallel, casts(problem).counts

@@ -131,14 +131,16 @@ class Packed(OfLengths):
         return replace(self, lengths=lengths, new=self.lengths, cached=cached)
 
     def part(self, start: int, stop: int, cached: tuple[int, ...]) -> Self:
-        """The mask of the queries start <= q < stop of one sequence, behind all of its tokens before them, which were
-        dealt to ranks in these stretches one by one.
+        """The mask of the queries start <= q < stop of one sequence, behind its tokens before them, which were dealt to
+        ranks in these stretches one by one: those of which a query sees some, so that parts that see alike are alike.
         """
         edges = self.query_edges.clip(start, stop)
         new = tuple(np.diff(edges)[np.diff(edges) > 0].tolist())
         found = type(self)(new, self.causal, self.left, self.right)
         first = self.query_positions[[start]]
-        return found._one_behind(cached, int((first - self.sees(first)[0])[0]))
+        seen = int((first - self.sees(first)[0])[0])
+        unseen = sum(behind >= seen for behind in accumulate(reversed(cached[1:])))
+        return found._one_behind(cached[unseen:] if seen else (), seen)
 
     def after(self, cached: tuple[int, ...]) -> Self:
         """The mask, of one sequence, with as many of its last tokens seen of another history, if that has as many."""

@@ -97,10 +97,36 @@ def choose(request: Request) -> Choice:
     Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
-    return _fastest(request, variants(request, [request.method]))
+    return _fastest(request, variants(request, [request.method])).choice
 
 
-def _fastest(request: Request, planned: Sequence[Choice]) -> Choice:
+@dataclass(frozen=True)
+class _Fastest:
+    """The fastest of some variants."""
+
+    choice: Choice
+    most_bytes: int
+    """The most memory of a variant that was looked at."""
+    all_fit: bool
+    """Whether the device's memory ruled out none."""
+
+
+class _Alike:
+    """The fastest variants of attentions, found once for those that are alike, whatever memory is left for them."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Problem, Layout], _Fastest] = {}
+
+    def of(self, request: Request, planned: Sequence[Choice]) -> Choice:
+        """The one of these variants, all of one layout, that `choose` chooses. Raises as it does."""
+        memory, alike = request.cluster.device.memory_bytes, (request.problem, planned[0].problem.layout)
+        known = self._found.get(alike)
+        if not (known and known.all_fit and (memory is None or known.most_bytes <= memory)):
+            known = self._found[alike] = _fastest(request, planned)
+        return known.choice
+
+
+def _fastest(request: Request, planned: Sequence[Choice]) -> _Fastest:
     """The one of these variants that `choose` chooses. Raises as it does."""
     # A single variant needn't be chosen.
     asked = request if len(planned) == 1 else replace(request, cluster=request.cluster.even)
@@ -133,13 +159,15 @@ def _fastest(request: Request, planned: Sequence[Choice]) -> Choice:
             best = here
     if best is None:
         raise refused or _too_large(request, min(row["peak_mem_bytes"] for row in rows.values()))
+    looked_at = [row["peak_mem_bytes"] for row in rows.values() if row["peak_mem_bytes"]]
+    all_fit = not any(row.get("refused") for row in rows.values())
     if len(planned) == 1:
-        return best
+        return _Fastest(best, max(looked_at), all_fit)
     is_even = request.cluster.is_even(best.problem.n)
     if not best.exact or not is_even:
         first, *others = [planned[i] for _, i in sorted(timed)]
         best = _first_simulated([best if is_even else first, *others], request.cluster)
-    return replace(best, candidates=[rows[i] for i in sorted(rows)])
+    return _Fastest(replace(best, candidates=[rows[i] for i in sorted(rows)]), max(looked_at), all_fit)
 
 
 @uncollected()
@@ -163,7 +191,10 @@ def _in_one_layout(asked: Sequence[Request]) -> list[Choice]:
     first = asked[0]
     assert isinstance(first.method, Method), "a peer has no plans to choose among"
     layouts = _layouts(first.method, [request.problem for request in asked])
-    planned = [variants(request, [first.method], layouts) for request in asked]
+    of_problem = {request.problem: request for request in asked}
+    of_problem = {each: variants(request, [first.method], layouts) for each, request in of_problem.items()}
+    planned = [of_problem[request.problem] for request in asked]
+    fastest = _Alike()
     found: list[tuple[float, list[Choice]]] = []
     refused: RequestError | None = None
     for layout in dict.fromkeys(choice.problem.layout for choice in planned[0]):
@@ -171,7 +202,7 @@ def _in_one_layout(asked: Sequence[Request]) -> list[Choice]:
         if not all(there):
             continue
         try:
-            choices = [_fastest(request, some) for request, some in zip(asked, there, strict=True)]
+            choices = [fastest.of(request, some) for request, some in zip(asked, there, strict=True)]
         except RequestError as error:
             refused = error
             continue

@@ -218,7 +218,7 @@ def longest(request: Request) -> int:
 def simulate_prefill(request: Request) -> Record:
     """The record of a simulated prompt. Raises DeviceMemoryError if a chunk fits the device by no variant."""
     choice, prompt = _chosen(request), _Prompt(request, request.cluster)
-    for each in choice.attentions:
+    for each in {each.problem: each for each in choice.attentions}.values():  # chunks that see alike have equal plans
         check_all(each.plans, each.problem)
     chunks = _chunks(prompt, choice)
     step_ms = 1e3 * sum(chunk.whole_s for chunk in chunks)

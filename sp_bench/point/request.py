@@ -32,6 +32,7 @@ from sp_bench.records.quantities import Asked, Setup
 from sp_bench.records.record import Part, fields_of
 from sp_bench.workload import WORKLOADS, Decode, Workload, workload_named
 from sp_bench.workload.base import SINKS
+from sp_bench.workload.model import NONE
 
 LEAST_STEP = 128
 """seqlen=max is found to so many tokens of a rank, and refused if not even these fit."""
@@ -238,13 +239,17 @@ def _refuse_sinks(config: Mapping[str, Any], kind: type[Workload]) -> None:
 
 
 def _refuse_latents_twice(given: Given) -> None:
-    """Raise RequestError for latents that blocks make keys of in a decode step, or in the shape of one."""
-    if given.values.latent_dim is None:
+    """Raise RequestError for latents that blocks make keys of in the shape of a decode step, or in one that is not of
+    a model, whose layers have both shapes.
+    """
+    if given.values.latent_dim is None or (given.workload is Decode and given.config["model"]["name"] != NONE):
         return
     asked, shape = f"latent_dim={given.values.latent_dim}", "model=deepseek_v3_latents"
     if given.workload is Decode:
         rule = "a step makes no keys of what is cached: its queries have absorbed the matrices"
-        works = f"latent_dim=null decode.latent=true, or {shape}, which is of training and prefill, would work"
+        works = (
+            "model=deepseek_v2_lite, or latent_dim=null decode.latent=true and the widths of the latents, would work"
+        )
         raise RequestError(f"{asked}, workload={Decode.name}", rule, works)
     if given.config["decode"]["latent"] is True:
         rule = "blocks make keys of every head, and this is the shape of a decode step, whose keys are the latents"

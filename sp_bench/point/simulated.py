@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +14,14 @@ from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.ops import BLOCKS
 from sp_bench.point.backing import Validation, validated
-from sp_bench.point.choose import Choice, choose
+from sp_bench.point.choose import Choice, DeviceMemoryError, chosen_of
 from sp_bench.point.counted import counted, rates
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
 from sp_bench.records import Record
-from sp_bench.records.quantities import Breakdown, Setup, Timing
+from sp_bench.records.quantities import Breakdown, Memory, Setup, Timing
 from sp_bench.records.timeline import SimulatedTimeline
-from sp_bench.simulate import WAITING, simulate
+from sp_bench.simulate import WAITING, Run, simulate
 from sp_bench.simulate.beside import alone_s, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
 from sp_bench.workload.base import SUNK
@@ -37,7 +38,10 @@ def least_compute_s(request: Request) -> float:
 
     Raises RequestError if no plan fits in memory, or it is too large to simulate.
     """
-    return sum(request.cluster.least_compute_s(run.work_s) for run in choose(request).runs.values())
+    found = [
+        times * request.cluster.least_compute_s(run.work_s) for _, times, run in _executed(request, chosen(request))
+    ]
+    return sum(found)
 
 
 def phases_ms(request: Request, cluster: Cluster) -> dict[str, float]:
@@ -45,11 +49,45 @@ def phases_ms(request: Request, cluster: Cluster) -> dict[str, float]:
 
     Raises RequestError as least_compute_s does.
     """
-    choice = choose(request)
-    return {
-        name: 1e3 * (simulate(plan, choice.problem, cluster).makespan_s + _summed_s(request, name, cluster))
-        for name, plan in choice.plans.items()
-    }
+    choice = chosen(request)
+    found = {name: 1e3 * _summed_s(request, name, cluster) for name in choice.plans}
+    for i, each in enumerate(choice.attentions):
+        for name, plan in each.plans.items():
+            times = request.workload.executions(i)[name]
+            found[name] += 1e3 * times * simulate(plan, each.problem, cluster).makespan_s
+    return found
+
+
+def chosen(request: Request) -> Choice:
+    """The variant of each of the step's attentions, the last one's with the others, of those that fit the device beside
+    what is held for others.
+
+    Raises RequestError as `choose` does.
+    """
+    workload, device = request.workload, request.cluster.device
+    asked: list[Request] = []
+    for each in workload.attentions(request.problem):
+        beside = workload.beside_bytes(request.problem, each)
+        rest = (device.memory_bytes or math.inf) - beside
+        if rest <= 0:
+            rule = f"other layers' caches have {beside / 1e9:.4g} GB on a GPU, and {device.name} has "
+            raise DeviceMemoryError(
+                f"{each.keys.seqlen} keys in a layer's caches on gpus={each.n}",
+                f"{rule}{(device.memory_bytes or 0) / 1e9:.4g}",
+                "more GPUs, fewer sequences or shorter caches would work",
+            )
+        fits = replace(device, memory_bytes=rest) if beside and device.memory_bytes else device
+        asked.append(replace(request, problem=each, cluster=replace(request.cluster, device=fits)))
+    return chosen_of(asked)
+
+
+def _executed(request: Request, choice: Choice) -> list[tuple[str, int, Run]]:
+    """Each plan's (phase, executions in a step, run)."""
+    return [
+        (phase, request.workload.executions(i)[phase], run)
+        for i, each in enumerate(choice.attentions)
+        for phase, run in each.runs.items()
+    ]
 
 
 def longest(request: Request) -> int:
@@ -68,10 +106,13 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
 
     The chosen plans are proven before their time is recorded. It is one value, so the record has no spread.
     """
-    choice = choose(request)
-    check_all(choice.plans, choice.problem)
-    plans = counted(request, choice)
-    times_ms = {p: 1e3 * (run.makespan_s + _summed_s(request, p, request.cluster)) for p, run in choice.runs.items()}
+    choice = chosen(request)
+    for each in choice.attentions:
+        check_all(each.plans, each.problem)
+    plans, executed = counted(request, choice), _executed(request, choice)
+    times_ms = {phase: 1e3 * _summed_s(request, phase, request.cluster) for phase in choice.runs}
+    for phase, times, run in executed:
+        times_ms[phase] += 1e3 * times * run.makespan_s
     step_ms = sum(times_ms.values())
     validation = validated(request, choice)
     times = Timing(
@@ -81,13 +122,13 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
         backward_ms_median=times_ms.get("backward"),
     )
     by_link, bound_ms, bound_by = _bounds(request, choice)
-    busy_ms = 1e3 * np.sum([run.busy_s for run in choice.runs.values()], axis=0)
+    busy_ms = 1e3 * np.sum([times * run.busy_s for _, times, run in executed], axis=0)
     inside = Breakdown(
         bound_ms=bound_ms,
         bound_by=bound_by,
         compute_ms=float(busy_ms.max()),
         exposed_comm_ms=step_ms - float(busy_ms.max()),
-        rank_idle_ms_max=1e3 * sum(float(run.idle_s.max()) for run in choice.runs.values()),
+        rank_idle_ms_max=1e3 * sum(times * float(run.idle_s.max()) for _, times, run in executed),
         rank_imbalance=float(busy_ms.max() / busy_ms.mean()),
     )
     parts = (
@@ -97,13 +138,28 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
         rates(request, step_ms, plans.setup.device_name),
         replace(plans.traffic, comm_bytes_by_link=by_link),
         inside,
-        plans.memory,
+        _memory(request, choice, plans.memory),
+        request.workload.prompt(request.problem),
+        request.workload.described(request.problem),
     )
     notes = [*request.notes, *request.cluster.notes(choice.problem)]
     if request.asked().sinks:
         notes.append(SUNK)
     status = "incorrect" if plans.wrong else "ok"
     return request.record(status, plans.wrong or None, *parts, notes=notes), choice
+
+
+def _memory(request: Request, choice: Choice, memory: Memory) -> Memory:
+    """The memory of the attention that takes most, with what is held beside it."""
+    beside = [request.workload.beside_bytes(request.problem, each.problem) for each in choice.attentions]
+    if not any(beside):
+        return memory
+    peaks = (
+        account.peak_bytes(one.plans.values(), one.problem, request.cluster.transport) for one in choice.attentions
+    )
+    peak = max(map(sum, zip(peaks, beside, strict=True)))
+    source = "computed from the plans, with the caches of all layers"
+    return replace(memory, peak_mem_bytes_max=peak, peak_mem_bytes_expected=peak, peak_mem_source=source)
 
 
 def _summed_s(request: Request, phase: str, cluster: Cluster) -> float:
@@ -124,19 +180,20 @@ def _bounds(request: Request, choice: Choice) -> tuple[dict[str, float], float, 
     network = request.cluster.network(choice.problem.n)
     by_name: dict[str, float] = {}
     crossed = np.zeros(network.link_bytes_per_s.size)
-    reads = choice.problem.decodes and request.cluster.device.reads_bind(choice.problem)
-    for phase, run in choice.runs.items():
-        plan = choice.plans[phase]
-        crossing = link_bytes(network, account.traffic(plan, choice.problem, request.cluster))
-        bounds_s = lower_bounds(
-            plan, choice.problem, request.cluster, crossing, request.cluster.least_compute_s(run.work_s)
-        )
-        if reads:
-            bounds_s = {"memory" if key == "compute" else key: seconds for key, seconds in bounds_s.items()}
-        name = max(bounds_s, key=lambda key: bounds_s[key])
-        by_name[name] = by_name.get(name, 0.0) + bounds_s[name]
+    for i, each in enumerate(choice.attentions):
+        reads = each.problem.decodes and request.cluster.device.reads_bind(each.problem)
+        for phase, run in each.runs.items():
+            plan, times = each.plans[phase], request.workload.executions(i)[phase]
+            crossing = link_bytes(network, account.traffic(plan, each.problem, request.cluster))
+            least_s = request.cluster.least_compute_s(run.work_s)
+            bounds_s = lower_bounds(plan, each.problem, request.cluster, crossing, least_s)
+            if reads:
+                bounds_s = {"memory" if key == "compute" else key: seconds for key, seconds in bounds_s.items()}
+            name = max(bounds_s, key=lambda key: bounds_s[key])
+            by_name[name] = by_name.get(name, 0.0) + times * bounds_s[name]
+            crossed += times * crossing
+    for phase in choice.runs:
         sent = sum(request.workload.sent_otherwise(phase, request.problem).values())
-        crossed += crossing
         if sent:
             crossed += link_bytes(network, ring_traffic(network, choice.problem.n, sent))
     by_link = {name: sent / choice.problem.n for name, sent in by_link_class(network, crossed).items()}
@@ -154,7 +211,7 @@ def time_by_rank(choice: Choice) -> dict[str, list[float]]:
 
 def timeline_of(choice: Choice) -> SimulatedTimeline:
     """The timeline of the rank that shows best what the step waits for (Run.shown_rank of the longest phase)."""
-    runs = choice.runs
+    runs = max(choice.attentions, key=lambda each: each.total_s).runs
     rank = max(runs.values(), key=lambda run: run.makespan_s).shown_rank
     lanes: dict[str, list[tuple[float, float]]] = {}
     blocks: list[tuple[float, float]] = []

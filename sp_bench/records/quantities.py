@@ -396,7 +396,9 @@ class Prompt:
     chunk_ms: list[float] | None = None
     """The time of each chunk, in order. Measured: of the rank with most, the median over iterations."""
     kv_cache_bytes: Annotated[int | None, Result("KV cache per GPU", "GB", 1e-9, better="less")] = None
-    """Bytes of keys and values, of all layers, that the GPU with most of them holds at the end."""
+    """Bytes of keys and values, of all layers, that the GPU with most of them must hold at most: after the last chunk
+    or, under a window, during the chunk whose queries see most. What no later query sees is let go, though measured
+    ranks keep it. Of a decode step with a model: the caches of its layers."""
 
     def timed(self, step_ms: float, chunk_ms: list[float]) -> Prompt:
         """The same with the times of its chunks; as it is for other workloads."""
@@ -412,8 +414,8 @@ class DecodeStep:
     sequences: Annotated[int | None, Setting("sequences")] = None
     """The number of sequences, each with a cache of its own."""
     cache_bytes: Annotated[int | None, Result("cache of one layer on a GPU", "GB", 1e-9, better="less")] = None
-    """Keys and values of one layer that a GPU holds, of all sequences; those of the GPU that holds most. Of pages with
-    what is left in the last ones."""
+    """Keys and values of one layer that a GPU holds, of all sequences; those of the GPU that holds most, and of a model
+    those of the layer that does. Of pages with what is left in the last ones."""
     cache_page_tokens: Annotated[int | None, Setting("page of the cache", words="tokens")] = None
     """Tokens of a page, if caches are dealt by whole pages; None: each GPU has a run of each cache."""
     latent_keys: Annotated[bool | None, Setting()] = None

@@ -26,6 +26,7 @@ from sp_bench.run.execution import FOLDS, KERNELS, REST, WAITS, Execution
 from sp_bench.run.fused import cut, end_to_end, operands
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.latents import Expanding, Latents
+from sp_bench.run.makings import Together, is_one_making
 from sp_bench.run.partials import Rows, Sum, Sums, Tensors, tokens_of
 from sp_bench.run.slices import one_slice
 
@@ -145,27 +146,45 @@ class Blocks:
 
     def _attend_backward(self, op: AttendBackward) -> Perform | None:
         windows, kv = self._windows(op.odoq.place, op.kv.place), op.kv
-        into = [self._sums.at(op.dkv, window.kv) for window in windows]
-        backward = self._backward(op.odoq, op.dq, windows, partial(self._take, kv))
+        backward, rows = self._backward(op.odoq, op.dq, windows, partial(self._take, kv))
+        into = [self._sums.at(op.dkv, each) for each in rows]
 
         def attend_backward(run: Execution) -> None:
             run.lap(WAITS)
             held = run.holdings
             add = held.partials.add_gradients
-            backward(run, held.chunks[kv], lambda window, dkv: add(into[window], dkv))
+            backward(run, held.chunks[kv], lambda result, dkv: add(into[result], dkv))
 
         return attend_backward if windows else None
+
+    def _together(self, queries: Chunk, windows: Sequence[Window]) -> Together | None:
+        """The keys of a block's calls where they are made of latents, and some of them are for several calls."""
+        kernel, calls = self._kernel_of(queries), [(window.kv, window.kind) for window in windows]
+        if not isinstance(kernel, Expanding) or not calls or is_one_making(calls):
+            return None
+        return Together(kernel, calls, self._device, getattr(torch, self._problem.accumulate_dtype))
 
     def _forward(
         self, q_chunk: Chunk, o: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
     ) -> Callable[[Execution, Tensors], None]:
         """A function that computes and folds O of windows, given the keys and values that `take` takes rows out of."""
-        kernel = self._kernel_of(q_chunk)
-        bound = [(self._take(q_chunk, w.q), take(w.kv), w.kind, self._sums.at(o, w.q)) for w in windows]
+        together = self._together(q_chunk, windows)
+        kernel = together.kernel if together else self._kernel_of(q_chunk)
+        takes = [_made(together.take(i)) if together else take(w.kv) for i, w in enumerate(windows)]
+        latents = take(together.rows) if together else None
+        calls = zip(windows, takes, strict=True)
+        bound = [(self._take(q_chunk, w.q), take_kv, w.kind, self._sums.at(o, w.q)) for w, take_kv in calls]
 
         def forward(run: Execution, of_kv: Tensors) -> None:
             held = run.holdings
             of_q = held.chunks[q_chunk]
+            if together and latents:
+                c, _ = latents(held, of_kv)
+                run.lap(REST)
+                of_kv = together.made(c)
+                run.lap(KERNELS)
+                run.see(c, *of_kv)
+                del c
             for take_q, take_kv, kind, into in bound:
                 (q,), (k, v) = take_q(held, of_q), take_kv(held, of_kv)
                 run.lap(REST)
@@ -174,7 +193,7 @@ class Blocks:
                 else:
                     out, lse = kernel.forward(q, k, v, kind)
                 run.lap(KERNELS)
-                run.see(*of_kv, out, lse)
+                run.see(*of_kv, *((k, v) if together else ()), out, lse)
                 held.partials.add_output(into, out, lse)
                 run.lap(FOLDS)
 
@@ -182,17 +201,28 @@ class Blocks:
 
     def _backward(
         self, q_chunk: Chunk, dq_chunk: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
-    ) -> Callable[..., None]:
-        """A function that computes and adds dQ of windows. Its last argument adds a window's (dk, dv) by number."""
-        kernel = self._kernel_of(q_chunk)
+    ) -> tuple[Callable[..., None], list[Rows]]:
+        """A function that computes and adds dQ of windows, and the key rows of the gradients that it has. Its last
+        argument adds one of these, (dk, dv), by number.
+        """
+        together = self._together(q_chunk, windows)
+        kernel = together.kernel if together else self._kernel_of(q_chunk)
+        takes = [_made(together.take(i)) if together else take(w.kv) for i, w in enumerate(windows)]
+        latents = take(together.rows) if together else None
         bound = [
-            (number, self._take(q_chunk, w.q), take(w.kv), w.kind, self._sums.at(dq_chunk, w.q))
-            for number, w in enumerate(windows)
+            (number, self._take(q_chunk, w.q), take_kv, w.kind, self._sums.at(dq_chunk, w.q))
+            for number, (w, take_kv) in enumerate(zip(windows, takes, strict=True))
         ]
 
         def backward(run: Execution, of_kv: Tensors, add: Callable[[int, Tensors], None], sums: Tensors = ()) -> None:
             held = run.holdings
-            of_q = held.chunks[q_chunk]
+            of_q, c_and_none, of_made = held.chunks[q_chunk], of_kv, ()
+            if together and latents:
+                c_and_none = latents(held, of_kv)
+                run.lap(REST)
+                of_kv = together.made(c_and_none[0])
+                of_made = together.sums(of_kv)
+                run.lap(KERNELS)
             for number, take_q, take_kv, kind, into in bound:
                 (q, out, dout, lse), (k, v) = take_q(held, of_q), take_kv(held, of_kv)
                 run.lap(REST)
@@ -201,12 +231,22 @@ class Blocks:
                 else:
                     dq, dk, dv = kernel.gradients(dout, q, k, v, out, lse, kind)
                 run.lap(KERNELS)
-                run.see(*of_kv, *sums, dq, dk, dv)
+                run.see(*of_kv, *sums, *of_made, *((k, v) if together else ()), dq, dk, dv)
                 held.partials.add_gradients(into, (dq,))
-                add(number, (dk, dv))
+                if together:
+                    together.add(of_made, number, (dk, dv))
+                else:
+                    add(number, (dk, dv))
+                run.lap(FOLDS)
+            if together:
+                c, none = c_and_none
+                dc = together.gradients(c, of_made)
+                run.lap(KERNELS)
+                run.see(c, *of_kv, *sums, *of_made, dc)
+                add(0, (dc, none))
                 run.lap(FOLDS)
 
-        return backward
+        return backward, [together.rows] if together else [window.kv for window in windows]
 
     def _gathered(self, op: Gathered) -> Perform | None:
         keys = keys_of(op, self._problem, self._rank)
@@ -233,12 +273,13 @@ class Blocks:
 
             return gathered
         dq, *dkv = op.writes
-        backward, dtype = self._backward(query, dq, windows, _rows_of), getattr(torch, self._problem.accumulate_dtype)
-        into = [self._sums.at(dkv[0], window.kv) for window in windows] if own else []
+        backward, rows = self._backward(query, dq, windows, _rows_of)
+        dtype = getattr(torch, self._problem.accumulate_dtype)
+        into = [self._sums.at(dkv[0], each) for each in rows] if own else []
 
         def row_gradients(run: Execution, kv: Tensors) -> list[torch.Tensor]:
             sums = tuple(torch.zeros_like(x, dtype=dtype) for x in kv)
-            backward(run, kv, lambda window, part: _add_rows(sums, windows[window].kv, part), sums)
+            backward(run, kv, lambda result, part: _add_rows(sums, rows[result], part), sums)
             return [*sums]
 
         def gathered_backward(run: Execution) -> None:
@@ -246,7 +287,7 @@ class Blocks:
             held = run.holdings
             if own:
                 add = held.partials.add_gradients
-                backward(run, by_position(held), lambda window, part: add(into[window], part))
+                backward(run, by_position(held), lambda result, part: add(into[result], part))
                 return
             sums, kept = row_gradients(run, by_position(held)), self._sums.of(dkv[0]).dtype
             # Each is freed before the next one is placed.
@@ -435,6 +476,11 @@ def of_sinks(sinks_H: Tensor, out: Tensor, dout: Tensor, lse_BHS: Tensor) -> Ten
 def _rows_of(rows: Rows) -> _Take:
     """A function that takes rows out of tensors that are no chunk's."""
     return lambda held, tensors: tuple([tokens_of(x, rows) for x in tensors])
+
+
+def _made(take: Callable[[Tensors], Tensors]) -> _Take:
+    """A function that takes rows out of what was made."""
+    return lambda held, tensors: take(tensors)
 
 
 def _add_rows(sums: Tensors, rows: Rows, gradients: Tensors) -> None:

@@ -49,7 +49,8 @@ def attend_caches(
     if reads_in_place(kernel, problem):
         call: _Reads = _InPages(kernel, regions, problem, int(kv.owner(rank)), device)
     else:
-        call = _InLine(kernel, regions, page_rows(problem, int(kv.owner(rank)), device), problem, device)
+        in_pool = page_rows(problem, int(kv.owner(rank)), device)
+        call = _InLine(kernel, regions, sum(sizes), in_pool, problem.head_dim, device)
 
     def attend(run: Execution) -> None:
         run.lap(WAITS)
@@ -118,10 +119,17 @@ class _InLine:
     """Calls with keys that lie one behind the other, or are copied so from pages."""
 
     def __init__(
-        self, kernel: BlockKernel, regions: Regions, in_pool: Tensor | None, problem: Problem, device: torch.device
+        self,
+        kernel: BlockKernel,
+        regions: Regions,
+        rows: int,
+        in_pool: Tensor | None,
+        head_dim: int,
+        device: torch.device,
     ) -> None:
-        self._kernel, self._in_pool, self._alike = kernel, in_pool, _alike_in_a_row(regions)
-        varlen = kernel.takes_varlen(problem.head_dim)
+        """`rows` are all of the blocks', of which the last may see no key here."""
+        self._kernel, self._in_pool, self._alike = kernel, in_pool, _alike_in_a_row(regions, rows)
+        varlen = kernel.takes_varlen(head_dim)
         self._parts = [_Call.of(call) for call in calls(() if self._alike else regions, device, varlen=varlen)]
 
     def taken(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,18 +280,19 @@ def _run(runs: Sequence[range]) -> range | None:
     return range(runs[0].start, runs[-1].stop) if behind else None
 
 
-def _alike_in_a_row(regions: Regions) -> Regions:
-    """The regions, if they are of one size and lie one behind the other, from the first query and key on; else none."""
+def _alike_in_a_row(regions: Regions, rows: int) -> Regions:
+    """The regions, if they are of one size and lie one behind the other, from the first query and key on and up to the
+    last of all rows; else none.
+    """
     if len({(len(region.q), len(region.kv)) for region in regions}) != 1:
         return ()
-    runs = [_run([region.q for region in regions]), _run([region.kv for region in regions])]
-    return regions if all(run is not None and not run.start for run in runs) else ()
+    q, kv = _run([region.q for region in regions]), _run([region.kv for region in regions])
+    return regions if q == range(rows) and kv is not None and not kv.start else ()
 
 
 def _as_a_batch(kernel: BlockKernel, regions: Regions, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out_BSHD, lse_BHS) of regions that are alike (_alike_in_a_row), each an entry of a batch of one kernel call."""
     count, (_, rows, keys) = len(regions), regions[0]
-    assert count * len(rows) == q.shape[1], "the last row of all sees a key"
 
     def entries(x: Tensor, run: range) -> Tensor:
         return x[:, : count * len(run)].reshape(count, len(run), *x.shape[2:])

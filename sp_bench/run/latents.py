@@ -123,18 +123,33 @@ class Expanding:
 
     def __init__(self, kernel: BlockKernel, latents: Latents, heads: Tensor, see: Callable[..., None]) -> None:
         """`heads` are the query heads of the blocks, (h,) int64. `see` is told the tensors that a call holds."""
-        self._kernel, self._latents, self._see = kernel, latents, see
+        self.kernel = kernel
+        """Computes the blocks."""
+        self._latents, self._see = latents, see
         step = int(heads[1] - heads[0]) if len(heads) > 1 else 1
         first, even = int(heads[0]), bool((heads.diff() == step).all())
         self._heads: Heads = slice(first, int(heads[-1]) + 1, step) if even else heads
 
+    def made(self, c: Tensor) -> tuple[Tensor, Tensor]:
+        """(k_BSHD, v_BSHV) of the heads, made of c_BS1W."""
+        return expanded(c, self._latents.of(self._heads))
+
+    def gradient_of_latents(self, c: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """The gradient of c_BS1W by those of all that was made of it; the matrices' are added to theirs."""
+        matrices = self._latents.of(self._heads)
+        made, shared = parts_of_keys(dk, matrices)
+        made = made.contiguous()
+        dc = folded(made, shared, dv, matrices)
+        self._latents.add_gradients(c, made, dv, self._heads)
+        return dc
+
     def forward(self, q: Tensor, c: Tensor, v: Tensor, mask: RegionKind | Pieces) -> tuple[Tensor, Tensor]:
         """As BlockKernel.forward, or forward_pieces, of c_BS1W and values of no width."""
-        k, values = expanded(c, self._latents.of(self._heads))
+        k, values = self.made(c)
         if isinstance(mask, Pieces):
-            out, lse = self._kernel.forward_pieces(q, k, values, mask)
+            out, lse = self.kernel.forward_pieces(q, k, values, mask)
         else:
-            out, lse = self._kernel.forward(q, k, values, mask)
+            out, lse = self.kernel.forward(q, k, values, mask)
         self._see(c, k, values, out, lse)
         return out, lse
 
@@ -144,16 +159,12 @@ class Expanding:
         self, dout: Tensor, q: Tensor, c: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RegionKind | Pieces
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As BlockKernel.gradients, or gradients_of_pieces: (dq, the gradient of c_BS1W, one of no width)."""
-        matrices = self._latents.of(self._heads)
-        k, values = expanded(c, matrices)
+        k, values = self.made(c)
         if isinstance(mask, Pieces):
-            dq, dk, dv = self._kernel.gradients_of_pieces(dout, q, k, values, out, lse, mask)
+            dq, dk, dv = self.kernel.gradients_of_pieces(dout, q, k, values, out, lse, mask)
         else:
-            dq, dk, dv = self._kernel.gradients(dout, q, k, values, out, lse, mask)
-        made, shared = parts_of_keys(dk, matrices)
-        made = made.contiguous()
-        dc = folded(made, shared, dv, matrices)
-        self._latents.add_gradients(c, made, dv, self._heads)
+            dq, dk, dv = self.kernel.gradients(dout, q, k, values, out, lse, mask)
+        dc = self.gradient_of_latents(c, dk, dv)
         self._see(c, k, values, dq, dk, dv, dc)
         return dq, dc, v
 

@@ -12,7 +12,7 @@ from sp_bench.cluster.device import DeviceCosts
 from sp_bench.lower import Lowering
 from sp_bench.lower.joined import copied_bytes
 from sp_bench.plan.block_classes import block_classes
-from sp_bench.plan.casts import rows_read, works_of
+from sp_bench.plan.casts import is_one_call, rows_read, works_of
 from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.ops import Attend, AttendBackward, Block, Chunk, Fused, Gathered, Plan
 from sp_bench.plan.pack_blocks import PackBlocks
@@ -149,7 +149,10 @@ class BlockCosts:
         row_bytes = sum(problem.token_bytes(field, wire=False) for field in op.keys[0].tensor.fields)
         row_bytes *= (op.keys[0].index > 0) * (1 if phase == "forward" else 2)  # the rank's own lie in order; dKV, too
         works, of = works_of(op, problem)
-        kernels_s = self._device.pieces_s(problem, phase, [work.sizes for work in works])[of]
+        kernels_s = self._device.pieces_s(problem, phase, [work.sizes for work in works])
+        keys_seen = np.array([work.kv_rows for work in works])
+        several = np.array([not is_one_call(work) for work in works])
+        kernels_s = (kernels_s + self._device.makings_s(problem, phase, keys_seen, several))[of]
         rows, read = np.unique(rows_read(op, problem, np.arange(problem.n)), return_inverse=True)
         copies_s = np.array([self._device.copy_s(count * row_bytes) for count in rows.tolist()])[read]
         return np.where(kernels_s > 0, kernels_s + copies_s, 0.0)
@@ -212,7 +215,9 @@ class BlockCosts:
         return np.array([cost_s(calls_of(self._problem, found)) for found in rows], float)[kind.ravel()]
 
     def _calls_s(self, op: Fused, calls: Calls, in_place: tuple[bool, bool]) -> float:
-        kernels_s = self._device.regions_s(self._problem, self._plan.phase, (call.region for call in calls))
+        device, problem, phase = self._device, self._problem, self._plan.phase
+        kernels_s = device.regions_s(problem, phase, (call.region for call in calls))
+        kernels_s += sum(device.makings_s(problem, phase, len(call.region.kv)) for call in calls)
         copied = (copied_bytes(call, self._problem, op, in_place=in_place) for call in calls)
         return kernels_s + sum(self._device.copy_s(size) for size in copied if size)
 

@@ -275,6 +275,10 @@ class Workload(ABC):
         """Bytes that a rank holds beside its attention, by kind."""
         return {}
 
+    def beside_bytes(self, problem: Problem, attention: Problem) -> int:
+        """Bytes that a simulated rank holds beside one of the attentions of a step of `problem`."""
+        return 0
+
     def standing_bytes(self, attention: Problem, every: Sequence[Problem]) -> int:
         """Bytes that a measured rank holds beside what one of its step's attentions does, for the others."""
         return 0

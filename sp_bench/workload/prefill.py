@@ -185,7 +185,8 @@ class Prefill(Workload):
                 raise RequestError(f"prefill.chunk={chunk}", rule, works) from None
 
     def attentions(self, problem: Problem) -> tuple[Problem, ...]:
-        """The attention of each chunk, in order: its own queries, and all keys up to its end. Of layers of two kinds,
+        """The attention of each chunk, in order: its own queries, and all keys up to its end or, under a window, those
+        of earlier chunks of which it sees some: chunks that see alike have equal attentions. Of layers of two kinds,
         for each chunk that of those that see all, and that of the others.
         """
         chunk, cached = self.chunking.chunk or problem.seqlen, problem.history
@@ -193,9 +194,11 @@ class Prefill(Workload):
         for start in range(0, problem.seqlen, chunk):
             end = min(start + chunk, problem.seqlen)
             for mask in self.masks(problem):
+                keys = cached + end
                 if isinstance(mask, Packed):
                     mask = mask.part(start, end, (cached, *(chunk,) * (start // chunk)))
-                found.append(replace(problem, seqlen=end - start, kv_seqlen=cached + end, mask=mask))
+                    keys = end - start + mask.cached_tokens
+                found.append(replace(problem, seqlen=end - start, kv_seqlen=keys, mask=mask))
         return tuple(found)
 
     def masks(self, problem: Problem) -> tuple[Mask, ...]:
@@ -234,15 +237,19 @@ class Prefill(Workload):
         )
 
     def prompt(self, problem: Problem) -> Prompt:
-        """The chunks, and the cache that they leave on a GPU."""
+        """The chunks, and the most that a GPU holds of the cache: under a window of each chunk's keys alone."""
         attentions, kinds = self.attentions(problem), len(self.layers_by_attention)
+        chunks = {attentions[first : first + kinds] for first in range(0, len(attentions), kinds)}
         return Prompt(
             prefill_chunk=self.chunking.chunk or problem.seqlen,
             prefill_cached=self.chunking.cached,
             chunks=len(attentions) // kinds,
-            kv_cache_bytes=sum(
-                layers * layer_cache_bytes(each)
-                for layers, each in zip(self.layers_by_attention, attentions[-kinds:], strict=True)
+            kv_cache_bytes=max(
+                sum(
+                    layers * layer_cache_bytes(each)
+                    for layers, each in zip(self.layers_by_attention, chunk, strict=True)
+                )
+                for chunk in chunks
             ),
         )
 

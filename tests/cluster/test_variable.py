@@ -100,7 +100,7 @@ def test_calls_make_the_keys_that_they_see_of_latents(phase: str) -> None:
     keys = Problem(mask=mask, layout=mask.layout("contiguous", 4), **shape)
     latents = replace(keys, latent_dim=512, rope_dim=64)
     more = (costs.block_s(latents, phase) - costs.block_s(keys, phase)).reshape(4, 4)
-    every, before = (costs.keys_s(latents, phase, tokens) for tokens in (8192, 1023))
+    every, before = (costs.keys_s(latents, phase, tokens, several=True) for tokens in (8192, 1023))
     assert more == pytest.approx(np.diag([every] * 4) + np.diag([before] * 3, -1))
 
 

@@ -104,6 +104,10 @@ CHOSEN = (
     "method=ring seqlen=16k kv_seqlen=512k mask=window window=[4095,0] phase=forward gpus=16 cluster=h100_ndr400",
     "method=usp model=gpt_oss_20b workload=prefill gpus=8 seqlen=128k prefill.chunk=64k cluster=h100_ndr400",
     "method=tree model=gpt_oss_20b workload=decode gpus=8 batch=16 cluster=h100_ndr400",
+    "method=tree model=deepseek_v2_lite workload=decode gpus=8 batch=16 kv_seqlen=64k cluster=h100_ndr400",
+    "method=mesh model=minicpm3_4b workload=prefill gpus=8 seqlen=128k prefill.chunk=32k cluster=h100_ndr400",
+    "method=mesh mask=window window=[4095,0] method.layout=contiguous model=deepseek_v2_lite workload=attention"
+    f" {H100}",
     "method=tree workload=decode gpus=64 batch=32 kv_seqlen=128k heads=32 kv_heads=8 cluster=h100_ndr400",
     "method=pass_q workload=decode gpus=8 batch=3 kv_seqlen=20001 decode.page_tokens=64 kv_heads=8 cluster=h100_ndr400",
     "method=ring model=gpt_oss_20b train.parameters=sharded gpus=16 seqlen=128k cluster=h100_ndr400",

@@ -30,6 +30,10 @@ def problems(draw: st.DrawFn, most: int = 6) -> Problem:
     least = max(n, new, (n - 1) * (page or 0) + 1)
     lengths = draw(st.lists(st.integers(least, 40), min_size=1, max_size=6))
     mask = Caches(tuple(lengths), new, share, page, draw(st.none() | st.integers(0, 40)))
+    if draw(st.booleans()):  # the end of caches whose new tokens are in several chunks
+        length = draw(st.integers(least, least + 60))
+        chunked = Caches((length,) * len(lengths), new, share, page).chunked(draw(st.integers(1, 40)))
+        mask = chunked if chunked.lengths[0] >= least else mask
     kv_heads = draw(st.integers(1, 3))
     return replace(cached_problem(n, mask, heads=kv_heads, head_dim=8), dtype="float32")
 
@@ -43,6 +47,7 @@ def sees(problem: Problem) -> np.ndarray:
         for token in range(mask.new):
             stop = length - (mask.new - token - 1)
             start = 0 if mask.left is None else max(stop - 1 - mask.left, 0)
+            start = mask.firsts[token] if mask.firsts else start
             for _ in range(mask.share):
                 seen[row, first + start : first + stop] = True
                 row += 1
@@ -69,6 +74,27 @@ def test_regions_are_what_rows_see(problem: Problem) -> None:
             assert blocks.pairs[blocks.of(q, kv)] == wanted.sum()
             assert blocks.work([q])[1][:, kv].sum() == wanted.any(axis=0).sum()
     assert problem.pairs == seen.sum()
+
+
+@given(
+    length=st.integers(1, 60),
+    chunk=st.integers(1, 50),
+    new=st.integers(1, 5),
+    share=st.integers(1, 3),
+    count=st.integers(1, 3),
+)
+def test_a_new_token_sees_its_chunk_up_to_its_own(length: int, chunk: int, new: int, share: int, count: int) -> None:
+    """By positions in the whole sequence; of windows, the caches of layers that see all are what they were."""
+    whole = Caches((max(length, new),) * count, new, share)
+    mask, keys = whole.chunked(chunk), whole.lengths[0]
+    assert mask.unlimited == whole and whole.ends(3).unlimited == whole and whole.unlimited is None
+    left_out = keys - mask.lengths[0]
+    first, stop = mask.sees(np.arange(mask.seqlen))
+    for row in range(mask.seqlen):
+        sequence, token = divmod(row, mask.rows)
+        position = keys - new + token // share
+        before = sequence * mask.lengths[0] - left_out
+        assert (first[row] - before, stop[row] - before) == (position // chunk * chunk, position + 1)
 
 
 @given(problems())

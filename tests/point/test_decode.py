@@ -54,9 +54,64 @@ def test_a_layer_with_a_window_reads_the_end_of_its_caches() -> None:
     lengths = ("mask=document", "data=lengths", "data.lengths=[100k,100]", "kv_seqlen=102500", "batch=1")
     mixed = point(*STEP, "method=dcp", *lengths, "window=[511,0]").problem
     assert isinstance(mixed.mask, Caches) and mixed.mask.lengths == (512, 100)
-    model = point("model=gpt_oss_20b", "workload=decode", "gpus=8", "batch=4", "kv_seqlen=64k", "method=helix")
-    record = Known(simulate_point(model)[0])
-    assert record.sinks is True and record.cache_bytes == 4 * 16 * 8 * 64 * 2 * 2
+
+
+def test_a_chunk_of_the_mask_begins_a_cache() -> None:
+    """The last token of 20k is the 4k-th of its chunk of 8k."""
+    chunked, short = (
+        Known(simulate_point(point(*STEP, "method=dcp", *more))[0])
+        for more in (("mask=chunked", "chunk=8k", "kv_seqlen=20k"), ("kv_seqlen=4k",))
+    )
+    for name in ("step_ms_median", "comm_bytes_per_gpu", "cache_bytes", "tflops_per_gpu"):
+        assert getattr(chunked, name) == getattr(short, name), name
+    several = point(*STEP, "method=helix", "mask=chunked", "chunk=8k", "kv_seqlen=16385", "seqlen=2").problem
+    assert isinstance(several.mask, Caches) and (several.mask.lengths[0], several.mask.firsts) == (8193, (0, 8192))
+
+
+MODEL = ("workload=decode", "gpus=8", "cluster=h100_ndr400", "batch=4", "kv_seqlen=64k", "method=helix")
+OF_A_STEP = ("step_ms_median", "comm_bytes_per_gpu", "comm_bytes_lower_bound", "bound_ms", "compute_ms")
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds"),
+    [
+        ("llama3_8b", {"": 32}),
+        ("gpt_oss_20b", {"mask=causal window=null": 12, "": 12}),
+        ("gemma3_27b", {"mask=causal window=null": 10, "": 52}),
+        ("minicpm3_4b", {"": 62}),
+    ],
+)
+def test_a_step_of_a_model_is_all_its_layers(model: str, kinds: dict[str, int]) -> None:
+    """Times, bytes, FLOPs and caches are those of each kind's layers; tokens are those that all layers have."""
+    request = point(*MODEL, f"model={model}")
+    record = Known(simulate_point(request)[0])
+    layers = ("model.layers=1", "model.full_every=null")
+    alone = {each: Known(simulate_point(point(*MODEL, f"model={model}", *layers, *each.split()))[0]) for each in kinds}
+    for name in (*OF_A_STEP, "kv_cache_bytes"):
+        assert getattr(record, name) == pytest.approx(sum(n * getattr(alone[each], name) for each, n in kinds.items()))
+    assert record.tokens_per_s == pytest.approx(4e3 / record.step_ms_median)
+    flops = [one.tflops_per_gpu * one.step_ms_median for one in (record, *alone.values())]
+    assert flops[0] == pytest.approx(sum(n * x for n, x in zip(kinds.values(), flops[1:], strict=True)))
+    assert record.model == model and record.record.full_layers == (
+        next(iter(kinds.values())) if len(kinds) > 1 else None
+    )
+    assert record.peak_mem_bytes_max >= record.kv_cache_bytes > record.cache_bytes
+    notes = [" ".join(one.record.notes or ()) for one in (record, *alone.values())]
+    assert f"of all {sum(kinds.values())} layers" in notes[0] and "of all 1 layers" in notes[1]
+
+
+def test_a_model_of_latents_keeps_them() -> None:
+    """As many bytes a token as the shape of DeepSeek-V3's layers, which is that of DeepSeek-V2-Lite's."""
+    record = Known(simulate_point(point(*MODEL, "model=deepseek_v2_lite"))[0])
+    assert record.cache_bytes == 4 * 2**16 // 8 * 576 * 2 and record.kv_cache_bytes == 27 * record.cache_bytes
+    shape = ("heads=16", "kv_heads=1", "head_dim=576", "v_head_dim=512", "decode.latent=true")
+    one = Known(simulate_point(point(*MODEL, *shape))[0])
+    assert record.step_ms_median == pytest.approx(27 * one.step_ms_median) and record.latent_keys is True
+
+
+def test_caches_of_all_layers_must_fit() -> None:
+    with pytest.raises(RequestError, match="keys in a layer's caches on gpus=8: other layers' caches have .* GB"):
+        simulate_point(point(*MODEL, "model=llama3_8b", "kv_seqlen=1M", "batch=32"))
 
 
 @pytest.mark.parametrize("more", ["", "mask=window window=[40,0] seqlen=3"])
@@ -78,14 +133,20 @@ def test_measured_steps_with_sinks(method: str, more: str, tmp_path: Path) -> No
         ("method=ring", "method=ring: would send keys, .* method=.*helix.* would work"),
         (
             "mask=full",
-            "mask=full: a new token sees what is cached .* mask=causal, a causal mask=window, or mask=document",
+            "mask=full: a new token sees what is cached .* mask=causal, a causal mask=window or chunked, or mask=doc",
         ),
         ("mask=window window=[512,8]", "mask=window: a new token sees what is cached"),
-        ("mask=chunked chunk=8k", "mask=chunked: a new token sees what is cached"),
+        ("mask=chunked chunk=8k causal=false", "mask=chunked: a new token sees what is cached"),
+        ("mask=chunked chunk=1k kv_seqlen=2050", "a cache of 2 keys: each of gpus=8 ranks has a run of every cache"),
+        ("model=dit_xl mask=causal", "model=dit_xl: is a dit, and tokens are those of a decoder"),
+        (
+            "model=gpt_oss_20b mask=causal window=null",
+            "model.full_every=2: .* here all see their whole caches; .* model.full_every=null, would work",
+        ),
         ("mask=window window=[5,0]", "a cache of 6 keys: each of gpus=8 ranks has a run of every cache; 8 keys"),
         (
             "mask=window window=[511,0] seqlen=2 decode.page_tokens=16",
-            "decode.page_tokens=16 with a window: kernels read pages .*; seqlen=1, or decode.page_tokens=null",
+            "decode.page_tokens=16 with mask=window: kernels read pages .*; seqlen=1, or decode.page_tokens=null",
         ),
         (
             "mask=document data=lengths data.lengths=[64k,64k] data.cached=[8,8] batch=1",
@@ -125,6 +186,10 @@ def test_groups_that_share_heads_must_be_alike(overrides: str, message: str) -> 
 
 
 def test_what_only_simulations_have() -> None:
+    with pytest.raises(
+        RequestError, match="model=tiny: is simulated only: .*; mode=simulate, or model=none, would work"
+    ):
+        point(*SMALL, "gpus=2", "method=helix", "model=tiny", "mode=measure")
     with pytest.raises(RequestError, match="decode.tensor_parallel=2: is simulated only"):
         point(*SMALL, "gpus=2", "method=helix", "decode.tensor_parallel=2", "mode=measure")
 

@@ -207,7 +207,7 @@ def test_measured_latents_of_windows_and_padded_heads(tmp_path: Path) -> None:
 def test_the_shape_of_a_decode_step_makes_no_keys(method: str) -> None:
     """Whatever the method: what is wrong is that it is asked of such a step."""
     message = (
-        "latent_dim=512, workload=decode: a step makes no keys .* decode.latent=true, or model=deepseek_v3_latents"
+        "latent_dim=512, workload=decode: a step makes no keys .* model=deepseek_v2_lite, or latent_dim=null decode"
     )
     with pytest.raises(RequestError, match=message):
         point("model=deepseek_v3", "latent_dim=512", "gpus=8", f"method={method}")
@@ -250,7 +250,7 @@ MLA = ("model=tiny_mla", "gpus=2", "method=ring", "seqlen=64", "cluster=local", 
             "train.tensor_parallel=2 mode=simulate",
             "train.tensor_parallel=2: every GPU has whole latents.*; 1 would work",
         ),
-        ("workload=decode seqlen=1 kv_seqlen=1k method=helix", "latent_dim=32, workload=decode: a step makes no keys"),
+        ("workload=decode seqlen=1 kv_seqlen=1k method=helix", "model=tiny_mla: is simulated only"),
     ],
 )
 def test_what_layers_with_latents_refuse(asked: str, message: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sp_bench.errors import RequestError
-from sp_bench.point import run_points
+from sp_bench.point import choose, run_points
 from sp_bench.point.choose import DeviceMemoryError
 from sp_bench.point.prefill import least_compute_s, phases_ms, simulate_prefill
 from sp_bench.point.simulated import simulate_point
@@ -73,7 +73,32 @@ def test_chunks_under_a_window_send_what_one_behind_a_history_does(method: str) 
     assert whole.layout == "contiguous" and whole.chunks == 3
     flops = 4 * 32 * 128 * (24 * 2**10 * 1024 - 1023 * 512)
     assert whole.tflops_per_gpu == pytest.approx(flops / 8 / whole.step_ms_median / 1e9)
-    assert whole.kv_cache_bytes == (1023 + 2**10) * 2 * 8 * 128 * 2, "the last rank has the end of the history"
+    most = (1023 + 2**10) * 2 * 8 * 128 * 2
+    assert whole.kv_cache_bytes == most, "the last rank has the end of the history"
+    for seqlen in ("16k", "18k", "80k"):  # however long the last chunk is
+        assert prompt(*window, f"seqlen={seqlen}", "prefill.chunk=8k").kv_cache_bytes == most
+
+
+@pytest.mark.parametrize("mask", ["window window=[1023,0]", "chunked chunk=4k"])
+def test_chunks_that_see_alike_are_planned_and_simulated_once(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+    """However long the prompt is: the first one sees no history, and the last one may be shorter."""
+    calls: dict[str, list[str]] = {"_plan": [], "simulated": []}
+    for name, found in calls.items():
+        real = getattr(choose, name)
+
+        def counted(*args, real=real, found=found, **more):
+            found.append(real.__name__)
+            return real(*args, **more)
+
+        monkeypatch.setattr(choose, name, counted)
+    asked = (*f"method=ring mask={mask}".split(), "prefill.chunk=4k", "prefill.cached=2k")
+    numbers = []
+    for seqlen in ("18k", "82k"):
+        record = prompt(*asked, f"seqlen={seqlen}")
+        numbers.append([len(found) for found in calls.values()])
+    (few, many), chunks = numbers, record.chunk_ms
+    assert [a - b for a, b in zip(many, few, strict=True)] == few, "as many for the second prompt as for the first"
+    assert len(chunks) == 21 and len({*chunks[1:-1]}) == 1
 
 
 @pytest.mark.parametrize(("model", "full", "layers"), [("gpt_oss_20b", 12, 24), ("gemma3_27b", 10, 62)])

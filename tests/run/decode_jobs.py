@@ -39,6 +39,8 @@ class Case(NamedTuple):
     page: int | None = None
     left: int | None = None
     """The window's keys before a token; the lengths are then those of what is left of caches."""
+    chunk: int | None = None
+    """The tokens of a chunk of the mask; the lengths, all alike, are those of whole caches."""
     sinks: bool = False
     in_place: bool = False
     """Whether its kernel reads the pages as they lie."""
@@ -47,6 +49,7 @@ class Case(NamedTuple):
     def problem(self) -> Problem:
         """Its attention: query heads of a key head are rows."""
         mask = Caches(self.lengths, self.new, self.heads // self.kv_heads, self.page, self.left)
+        mask = mask.chunked(self.chunk) if self.chunk else mask
         shape = {"seqlen": mask.seqlen, "kv_seqlen": mask.kv_seqlen, "heads": self.kv_heads, "kv_heads": self.kv_heads}
         widths = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim, "absorbed": self.latent}
         return Problem(n=self.n, **shape, **widths, mask=mask, dtype=self.dtype, layout=mask.layout("auto"))
@@ -119,14 +122,16 @@ def _dense(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     share = case.heads // case.kv_heads
     out, row, first = q.new_zeros(*q.shape[:3], v.shape[3]), 0, 0
     for length in case.lengths:
+        lost = (length - case.new) // case.chunk * case.chunk if case.chunk else 0
         for token in range(case.new):
-            stop = first + length - case.new + token + 1
+            stop = first + length - lost - case.new + token + 1
             start = first if case.left is None else max(first, stop - 1 - case.left)
+            start = first - lost + (length - case.new + token) // case.chunk * case.chunk if case.chunk else start
             for member in range(share):
                 scores = torch.einsum("hd,khd->hk", q[0, row], k[0, start:stop]) / math.sqrt(case.head_dim)
                 sinks = _sinks(case)[:, member, None] if case.sinks else scores.new_full((case.kv_heads, 1), -math.inf)
                 shares = torch.cat([scores, sinks.to(scores)], 1).softmax(1)[:, :-1]
                 out[0, row] = torch.einsum("hk,khd->hd", shares, v[0, start:stop])
                 row += 1
-        first += length
+        first += length - lost
     return out

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench import account
 from sp_bench.check import check_all
+from sp_bench.cluster.device import DeviceCosts
+from sp_bench.lower import lower
 from sp_bench.lower.transports import GLOO
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.ops import Block, Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.resources import conf_content, conf_files
 from sp_bench.run.engine import Engine
 from sp_bench.run.holdings import LiveBytes
-from sp_bench.run.latents import Latents
+from sp_bench.run.latents import Expanding, Latents
 from sp_bench.run.nccl import transport_for
 from sp_bench.run.sharding import owned
+from sp_bench.simulate.blocks import BlockCosts
 from tests.support.attention_cases import Case, Difference, difference
 from tests.support.ranks import group_of
 from tests.support.seen import seen
@@ -40,6 +47,10 @@ class Found(NamedTuple):
     """The closed form of what a GPU sends, for whole chunks."""
     live: int
     expected: int
+    makings: tuple[int, int]
+    """How often the forward's blocks made keys of latents, and of how many rows."""
+    simulated: tuple[int, int]
+    """As many as a simulation has on this rank."""
 
 
 def of_latents(case: Case) -> Problem:
@@ -69,12 +80,14 @@ def _found(case: Case, group) -> Found:
     transport = transport_for(group, torch.device("cpu"), plans, None) if case.n > 1 else None
     kernel = case.kernel
     engine = Engine(plans, problem, kernel, torch.device("cpu"), rank=rank, transport=transport, latents=latents)
-    live, results = LiveBytes(), ()
+    live, results, rows = LiveBytes(), (), []
     for turn in range(2):  # the second one uses the same buffers
         for gradient in latents.gradients:
             gradient.zero_()
         given = q[:, of_queries].clone(), c[:, of_keys].clone(), c.new_empty(*c[:, of_keys].shape[:3], 0)
-        out, saved = engine.forward(*given, live=live if turn else None)
+        with _counted() as made:
+            out, saved = engine.forward(*given, live=live if turn else None)
+        rows = list(made)
         results = (out, *engine.backward(dout[:, of_queries].clone(), saved, live=live if turn else None))
     sent = sum(engine.transport.sent_bytes.values())
     engine.close()
@@ -89,7 +102,45 @@ def _found(case: Case, group) -> Found:
     counted = 2 * sum(sum(volume.of(rank).values()) for volume in volumes)
     closed = 2 * sum(method.bytes_sent(of_latents(case), phase) for phase in PHASES)
     expected = account.peak_bytes(plans.values(), problem, GLOO)
-    return Found(errors, sent, counted, closed, live.peak, expected)
+    simulated = _simulated(plans["forward"], problem, rank)
+    return Found(errors, sent, counted, closed, live.peak, expected, (len(rows), sum(rows)), simulated)
+
+
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    """The rows of each making of keys meanwhile."""
+    made, found = Expanding.made, list[int]()
+
+    def counting(self: Expanding, c: Tensor) -> tuple[Tensor, Tensor]:
+        found.append(c.shape[1])
+        return made(self, c)
+
+    Expanding.made = counting
+    try:
+        yield found
+    finally:
+        Expanding.made = made
+
+
+def _simulated(plan: Plan, problem: Problem, rank: int) -> tuple[int, int]:
+    """How often a rank makes keys, and of how many rows, as simulations have it."""
+    problem = replace(problem, dtype="bfloat16", head_dim=128, v_head_dim=None)  # known kernels
+    once, rows = (_seconds(plan, problem, rank, unit) for unit in (lambda tokens: tokens > 0, lambda tokens: tokens))
+    return once, rows
+
+
+def _seconds(plan: Plan, problem: Problem, rank: int, unit: Callable[[Any], Any]) -> int:
+    """What blocks take where all but the making of keys takes next to nothing, in `unit`s of it."""
+
+    class Slow(DeviceCosts):
+        def makings_s(self, problem: Problem, phase: str, tokens, several=False):
+            return 1e6 * unit(tokens)
+
+    files = conf_files("cluster")
+    device = Slow.build(conf_content(files["h100_ndr400"], files)["device"])
+    costs, here = BlockCosts(plan, problem, device, lower(plan, problem, GLOO)), np.array([rank])
+    taken_s = sum(float(costs.kernels_s(i, op, here)[0]) for i, op in plan if isinstance(op, Block))
+    return round(taken_s / 1e6)
 
 
 def _whole(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:

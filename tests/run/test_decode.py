@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from itertools import product
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from sp_bench.methods import REGISTRY
 from tests.run.decode_jobs import Case, find_errors
@@ -39,18 +41,55 @@ def cases(n: int, count: int) -> list[Case]:
     return found
 
 
+@st.composite
+def steps(draw: st.DrawFn) -> Case:
+    """Any step: caches of any lengths in runs or pages, whole or their ends, heads that share, with sinks or none."""
+    n, new = draw(st.integers(1, 8)), draw(st.integers(1, 3))
+    heads, kv_heads = draw(st.sampled_from([(4, 2), (8, 1), (3, 3)]))
+    shape = {"new": new, "heads": heads, "kv_heads": kv_heads, "sinks": draw(st.booleans()), "dtype": "float64"}
+    lengths = st.lists(st.integers(max(n, new), 90), min_size=1, max_size=5)
+    kind = draw(st.sampled_from(["whole", "pages", "window", "chunk"]))
+    if kind == "pages":
+        page = draw(st.integers(1, 6))
+        lengths = st.lists(st.integers(max(n * page, new), 90), min_size=1, max_size=5)
+        return Case(n, draw(methods), tuple(draw(lengths)), **shape, page=page)
+    if kind == "chunk":
+        chunk, into = draw(st.integers(new, 60)), draw(st.integers(0, 3))
+        length = into * chunk + draw(st.integers(1, chunk))
+        if min(length, (length - new) % chunk + new) >= max(n, new):
+            return Case(n, draw(methods), (length,) * draw(st.integers(1, 3)), **shape, chunk=chunk)
+    left = draw(st.integers(0, 60)) if kind == "window" else None
+    return Case(n, draw(methods), tuple(draw(lengths)), **shape, left=left)
+
+
+methods = st.sampled_from(METHODS)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps())
+def test_any_step(ranks: Ranks, case: Case) -> None:
+    assert_exact(ranks, [case])
+
+
 @pytest.mark.parametrize("n", [2, 3, *map(exhaustive, (1, 4, 5, 6, 8))])
 def test_sequences_of_any_lengths(ranks: Ranks, n: int) -> None:
     assert_exact(ranks, cases(n, 5))
 
 
 @pytest.mark.parametrize("n", [3, *map(exhaustive, (1, 2, 4, 8))])
-def test_sinks_and_windows(ranks: Ranks, n: int) -> None:
-    """A score more in each softmax, once a row, whoever merges it; several new tokens have windows of their own."""
+def test_sinks_windows_and_chunks(ranks: Ranks, n: int) -> None:
+    """A score more in each softmax, once a row, whoever merges it; several new tokens have windows of their own, or
+    are in several chunks.
+    """
     wanted = [case._replace(sinks=True, left=(None, 20, 5)[i % 3]) for i, case in enumerate(cases(n, 3))]
     paged = [Case(n, name, (70, 50), 1, 8, 2, page=4, left=30, sinks=True) for name in METHODS]
     in_place = [Case(n, name, (n * 70,), 1, 8, 2, page=64, sinks=True, in_place=True) for name in METHODS]
-    assert_exact(ranks, [*wanted, *paged, *in_place])
+    chunked = [
+        Case(n, name, (length,) * 2, new, 8, 2, chunk=60, sinks=new > 1)
+        for name in METHODS
+        for length, new in ((95, 1), (120, 1), (122, 4), (200, 2))
+    ]
+    assert_exact(ranks, [*wanted, *paged, *in_place, *chunked])
 
 
 @pytest.mark.parametrize("form", ["library", "messages"])

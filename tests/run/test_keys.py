@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.documents import Documents
@@ -45,6 +47,25 @@ def test_each_method(ranks: Ranks) -> None:
 def test_every_variant(ranks: Ranks, n: int) -> None:
     cases = with_other_keys(everything(n))
     assert_exact(ranks, cases if n != 3 else of_each_method(cases, 8, turn=1))
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    n=st.sampled_from([1, 2, 3, 4, 6, 8]),
+    history=st.integers(1, 150),
+    more=st.integers(0, 7),
+    narrow=st.booleans(),
+    turn=st.integers(0, 30),
+)
+def test_any_history(ranks: Ranks, n: int, history: int, more: int, narrow: bool, turn: int) -> None:
+    """Three variants of any methods, in any layout of theirs."""
+    every, found = everything(n), list[Case]()
+    for i in range(3):
+        case = every[(turn + i * len(every) // 3) % len(every)]
+        layouts = REGISTRY[case.method].layouts
+        case = replace(case, layout=layouts[turn % len(layouts)], causal=True, dtype="float64", more=more % n)
+        found.append(replace(case, kv_seqlen=case.seqlen + history, v_head_dim=8 if narrow else None))
+    assert_exact(ranks, found)
 
 
 def with_narrow_values(cases: Iterable[Case]) -> list[Case]:

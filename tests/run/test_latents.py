@@ -8,22 +8,26 @@ from itertools import zip_longest
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from sp_bench.errors import RequestError
 from sp_bench.kernels import choose
 from sp_bench.kernels.pieces import Pieces
 from sp_bench.methods import REGISTRY
 from sp_bench.plan import Problem
+from sp_bench.plan.documents import Packed
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.run.latents import Expanding, Latents
 from tests.run.latent_jobs import NAMES, find_errors, of_latents
 from tests.run.matrix import DTYPES, everything
-from tests.run.test_documents import PACKS, cases_of
+from tests.run.test_documents import CACHED, PACKS, cases_of, some_cases_of
 from tests.run.test_padded_heads import METHODS as SPLIT_HEADS
 from tests.run.test_padded_heads import padded_cases, with_documents
 from tests.support.attention_cases import Case, of_each_method, of_one_batch_entry, relative
 from tests.support.marks import exhaustive
+from tests.support.packs import packs
 from tests.support.ranks import Ranks
 
 AT_MOST = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 2e-2}
@@ -58,7 +62,7 @@ def of_packs(n: int) -> list[Case]:
     """Every variant of every method that takes latents, packs and dealings in turn, in fp64 or fp32: of few tokens
     roundings to bfloat16 leave little (tests.support.bounds).
     """
-    packed = [cases_of(n, pack) for pack in PACKS]
+    packed = [cases_of(n, pack) for pack in (*PACKS, *CACHED)]
     found = taken(case for cases in zip_longest(*packed) for case in cases if case)
     return [replace(case, dtype=DTYPES[i % 2]) for i, case in enumerate(found)]
 
@@ -72,7 +76,8 @@ def with_padded_heads(n: int) -> list[Case]:
 
 def assert_exact(ranks: Ranks, cases: list[Case]) -> list[float]:
     """Results and gradients are those of the definition in fp64, bytes the plans' and, of whole sequences, the closed
-    form's; memory is at most as counted. Returns the share of the counted memory of each case.
+    form's; memory is at most as counted, and keys are made as often as is simulated. Returns the share of the counted
+    memory of each case.
     """
     answers, shares = ranks.run(find_errors, cases), []
     for case in cases:
@@ -83,6 +88,11 @@ def assert_exact(ranks: Ranks, cases: list[Case]) -> list[float]:
         if not case.pack:
             assert sum(each.counted for each in found) == pytest.approx(sum(each.closed for each in found)), case
         assert max(each.live for each in found) <= found[0].expected, case
+        for each in found:
+            assert each.makings[0] == each.simulated[0], case
+            # Of tokens that lie apart, all keys are counted of the documents that queries are of.
+            at_most = case.pack and case.problem.layout.name == "striped"
+            assert each.makings[1] <= each.simulated[1] if at_most else each.makings[1] == each.simulated[1], case
         shares += [max(each.live for each in found) / found[0].expected]
     return shares
 
@@ -106,6 +116,13 @@ def test_documents_and_windows(ranks: Ranks, n: int, count: int) -> None:
     cases = of_each_method(of_packs(n), count, turn=count)
     assert {case.method for case in cases} >= REGISTRY.keys() - {"reference"}
     assert_exact(ranks, cases)
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pack=packs(cached=True), n=st.sampled_from([1, 2, 3, 4, 6, 8]), turn=st.integers(0, 10))
+def test_any_pack(ranks: Ranks, pack: Packed, n: int, turn: int) -> None:
+    """Behind histories or none, with windows or none."""
+    assert_exact(ranks, taken(replace(case, dtype="float64") for case in some_cases_of(n, pack, 3, turn)))
 
 
 @pytest.mark.parametrize(("n", "count"), [(4, 2), exhaustive(3, 8), exhaustive(4, 12), exhaustive(8, 4)])

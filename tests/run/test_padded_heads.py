@@ -6,8 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from sp_bench import account
+from sp_bench.errors import RequestError
 from sp_bench.lower import GLOO
 from sp_bench.methods import REGISTRY, build
 from sp_bench.plan.documents import Documents
@@ -85,6 +88,26 @@ def test_the_shapes_of_the_issue_on_eight_ranks(ranks: Ranks) -> None:
         for method, options in (("ulysses", ()), ("usp", (("ulysses", 8),)), ("upipe", (("stages", 2),)))
     ]  # fmt: skip
     assert_exact(ranks, cases)
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    n=st.sampled_from([2, 3, 4, 6, 8]),
+    kv_heads=st.integers(1, 9),
+    share=st.integers(1, 5),
+    method=st.sampled_from(["ulysses", "usp"]),
+    causal=st.booleans(),
+)
+def test_any_heads(ranks: Ranks, n: int, kv_heads: int, share: int, method: str, causal: bool) -> None:
+    shape = {"heads": kv_heads * share, "kv_heads": kv_heads, "tokens": 4, "dtype": "float64", "causal": causal}
+    layout = REGISTRY[method].layouts[-1]
+    options = (*((("ulysses", n),) if method == "usp" else ()), ("pad_heads", True))
+    case = Case(n=n, method=method, options=options, layout=layout, **shape)
+    try:
+        case.built.refuse(case.whole)
+    except RequestError:  # a rank would have zeros alone
+        assume(False)
+    assert_exact(ranks, [case])
 
 
 @pytest.mark.parametrize("n", [3, exhaustive(4)])

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from sp_bench import SequenceParallelAttention
 from sp_bench.errors import RequestError
@@ -37,7 +39,29 @@ def spread(cases: Iterable[Case]) -> list[Case]:
 
 @pytest.mark.parametrize("n", [1, 2, 3, exhaustive(4)])
 def test_every_method_with_sinks(ranks: Ranks, n: int) -> None:
-    cases = of_each_method(spread(everything(n)), 6, turn=n)
+    assert_exact(ranks, n, of_each_method(spread(everything(n)), 6, turn=n))
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    n=st.sampled_from([1, 2, 3, 4, 6, 8]),
+    history=st.integers(0, 150),
+    left=st.none() | st.integers(0, 60),
+    turn=st.integers(0, 30),
+)
+def test_any_window_and_history(ranks: Ranks, n: int, history: int, left: int | None, turn: int) -> None:
+    """Three variants of any methods."""
+    every, found = everything(n), list[Case]()
+    for i in range(3):
+        case = replace(every[(turn + i * len(every) // 3) % len(every)], causal=True, dtype="float64")
+        pack = None if left is None else Window((case.seqlen,), True, left, None).behind([[history]])
+        keys = None if pack or not history else case.seqlen + history
+        found.append(replace(case, layout="auto", pack=pack, kv_seqlen=keys))
+    assert_exact(ranks, n, found)
+
+
+def assert_exact(ranks: Ranks, n: int, cases: list[Case]) -> None:
+    """Results and gradients are those of the definition in fp64, and the sinks' gradient is the same on all ranks."""
     answers = ranks.run(jobs.find_differences_with_sinks, cases)
     wrong = []
     for case in cases:

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.analysis.studies.inference.kernels import kernels
+from sp_bench.analysis.studies.inference.models import of_models, packs, steps
 from sp_bench.analysis.studies.inference.whole_prompts import prompts, published
 from sp_bench.cli.words import tokens
 from sp_bench.point.backing import TELLING
 from sp_bench.records import Record
 
-__all__ = ["crossings", "fastest", "kernels", "prompts", "published"]
+__all__ = ["crossings", "fastest", "kernels", "of_models", "packs", "prompts", "published", "steps"]
 
 METHODS = ("ring", "pass_q", "tokenring", "ulysses", "all_gather", "usp", "mesh")
 CLUSTER = "h100_ndr400"

@@ -1,0 +1,116 @@
+"""Whole models with latents, or with layers of two kinds: prompts, decode steps, and packs of which latents travel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from sp_bench.analysis.runs import Point, Runs, point
+from sp_bench.cli.words import number, tokens
+from sp_bench.point.backing import TELLING
+from sp_bench.records import Record
+
+CLUSTER = "h100_ndr400"
+MODELS = ("deepseek_v2_lite", "minicpm3_4b", "gpt_oss_20b", "gemma3_27b")
+OF_LATENTS = MODELS[:2]
+GPUS = (8, 64)
+LENGTHS = (2**17, 2**20)
+"""Tokens of a prompt, and keys of a sequence in a decode step."""
+CHUNK = 2**15
+PROMPTS = ("ring", "pass_q", "usp", "mesh")
+STEPS = ("helix", "tree", "dcp", "pass_q")
+PACKS = ("ring", "all_gather", "group_cast", "usp", "mesh")
+BATCHES = (1, 32)
+Row = dict[str, str]
+
+
+class Setting(NamedTuple):
+    """A model on some GPUs, at a length."""
+
+    model: str
+    length: int
+    gpus: int
+    batch: int = 1
+
+
+def of_models(runs: Runs) -> list[Row]:
+    """A row for each model, prompt and number of GPUs: the time to the first token with every method, in chunks."""
+    settings = [Setting(*each) for each in product(MODELS, LENGTHS, GPUS)]
+    found = runs.by_key({each: _prompt(*each) for each in product(settings, PROMPTS)})
+    rows = []
+    for setting in settings:
+        records = {name: found[setting, name] for name in PROMPTS}
+        row = {"model": setting.model, "prompt": tokens(setting.length), "GPUs": str(setting.gpus)}
+        rows.append(row | _by_method(records, "s", 1e3) | _sizes(records))
+    return rows
+
+
+def steps(runs: Runs) -> list[Row]:
+    """A row for each model, length and number of caches, and number of GPUs: the attention of all layers in a decode
+    step with every method.
+    """
+    settings = [Setting(*each) for each in product(MODELS, LENGTHS, GPUS, BATCHES)]
+    found = runs.by_key({each: _step(*each) for each in product(settings, STEPS)})
+    rows = []
+    for setting in settings:
+        records = {name: found[setting, name] for name in STEPS}
+        row = {"model": setting.model, "cache": tokens(setting.length), "batch": str(setting.batch)}
+        row |= {"GPUs": str(setting.gpus)}
+        rows.append(row | _by_method(records, "ms", 1.0) | _sizes(records))
+    return rows
+
+
+def packs(runs: Runs) -> list[Row]:
+    """A row for each model with latents and number of GPUs: the forward of one layer over a pack of documents whose
+    latents travel.
+    """
+    settings = [Setting(*each) for each in product(OF_LATENTS, (2**17, 2**19), GPUS)]
+    found = runs.by_key({each: _pack(*each) for each in product(settings, PACKS)})
+    rows = []
+    for setting in settings:
+        records = {name: found[setting, name] for name in PACKS}
+        row = {"layer of": setting.model, "pack": tokens(setting.length), "GPUs": str(setting.gpus)}
+        sent = " / ".join(number((records[name].comm_bytes_per_gpu or 0) / 1e6) for name in PACKS)
+        rows.append(row | _by_method(records, "ms", 1.0) | {"sent by a GPU, MB": sent})
+    return rows
+
+
+def _prompt(setting: Setting, method: str) -> Point:
+    return _point(setting, method, workload="prefill", seqlen=setting.length, prefill__chunk=CHUNK)
+
+
+def _step(setting: Setting, method: str) -> Point:
+    step: dict[str, Any] = {"seqlen": 1, "kv_seqlen": setting.length, "batch": setting.batch}
+    return _point(setting, method, workload="decode", **step)
+
+
+def _pack(setting: Setting, method: str) -> Point:
+    of_documents = {"mask": "document", "data": "magi_attention", "seqlen": setting.length}
+    return _point(setting, method, workload="attention", phase="forward", **of_documents)
+
+
+def _point(setting: Setting, method: str, **keys: Any) -> Point:
+    return point(method=method, model=setting.model, gpus=setting.gpus, cluster=CLUSTER, baseline=None, trace=0, **keys)
+
+
+def _by_method(records: Mapping[str, Record], unit: str, divisor: float) -> Row:
+    """Every method's time, the fastest ones, and the bound of the first."""
+    times = {name: record.step_ms_median / divisor for name, record in records.items() if record.step_ms_median}
+    row = {f"{name}, {unit}": f"{times[name]:.3g}" if name in times else "-" for name in records}
+    if not times:
+        return row | {"fastest": "-", f"its bound, {unit}": "-"}
+    first = min(times, key=lambda name: times[name])
+    row |= {"fastest": ", ".join(name for name in times if times[name] <= (1 + TELLING) * times[first])}
+    bound, by = (records[first].bound_ms or 0.0) / divisor, records[first].bound_by
+    return row | {f"its bound, {unit}": f"{bound:.3g}, by {by}"}
+
+
+def _sizes(records: Mapping[str, Record]) -> Row:
+    """The caches of all layers on a GPU, and the peak of the fastest method."""
+    known: Sequence[Record] = [record for record in records.values() if record.step_ms_median]
+    if not known:
+        return {"cache; peak, GB": "does not fit"}
+    first = min(known, key=lambda record: record.step_ms_median or 0.0)
+    sizes = first.kv_cache_bytes, first.peak_mem_bytes_max
+    return {"cache; peak, GB": "; ".join(number((size or 0) / 1e9) for size in sizes)}
