@@ -62,6 +62,7 @@ class HybridCP(Method):
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "zigzag")
     for_packs: ClassVar[str] = "hybrid"
     counts_rows: ClassVar[bool] = True
+    plans_by_rows: ClassVar[bool] = True
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*c*(n-1)", "backward": "4*k*c*(n-1)"}
 
     rank_tokens: Literal["auto"] | int = "auto"

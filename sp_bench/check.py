@@ -51,6 +51,7 @@ from sp_bench.plan.ops import (
     RowSums,
     Transfer,
     TreeReduce,
+    relays,
 )
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import DKV, DO, DOQ, DQ, KV, ODOQ, OUT, O, Q, Tensor
@@ -388,7 +389,10 @@ def _all_to_all(facts: _Facts, op: AllToAll, where: _Where | str) -> None:
 
 
 def _home_of_all(op: AllGather | ReduceScatter | RowCollective, where: _Where | str) -> None:
-    if not isinstance(op.own.home, Group) or op.own.home.size < 2 or op.own.index or op.own.is_arriving:
+    relayed = isinstance(op, RowCollective) and relays(op.own) > 1
+    homes = Group | Grid if isinstance(op, RowCollective) else Group
+    lies = isinstance(op.own.home, homes) and (relayed or not op.own.index) and not op.own.is_arriving
+    if not lies or op.own.home.size < 2:
         raise PlanError(f"{where}: {op.own} is not a rank's own chunk among those of its group")
 
 
@@ -408,8 +412,10 @@ def _all_gather(facts: _Facts, op: AllGather, where: _Where | str) -> None:
 def _group_cast(facts: _Facts, op: GroupCast, where: _Where | str) -> None:
     _rows_of_members(facts, op, where, KV)
     _placed(facts, op.own, where)
+    if op.own.index:  # it passes on what came of rows for all, which these ranks' queries are among
+        _relayed(facts, op, where)
     for u, chunk in zip(op.members, op.writes, strict=True):
-        facts.content[chunk] = facts.content[op.own][op.group.member(facts.ranks, u)]
+        facts.content[chunk] = facts.content[op.own][op.group.member(facts.ranks, op.shift(u))]
         facts.of_rows[chunk] = op.queries
         facts.rows.pop(chunk, None)
         _placed(facts, chunk, where)
@@ -420,20 +426,47 @@ def _rows_of_members(facts: _Facts, op: RowCollective, where: _Where | str, tens
     _home_of_all(op, where)
     if op.tensor.by_tokens is not tensor:
         raise PlanError(f"{where}: {op.tensor} has no rows for a {type(op).__name__}")
-    if not op.members or len({u % op.group.size for u in op.members} - {0}) < len(op.members):
+    if not op.members or len({op.shift(u) % op.group.size for u in op.members} - {0}) < len(op.members):
         raise PlanError(f"{where}: the members {op.members} are not others of {op.group.size}, each once")
+    if isinstance(op.own.home, Grid):
+        _along_a_ring(facts, op, where)
     if op.queries.index or (facts.owner(op.queries) != facts.ranks).any():
         raise PlanError(f"{where}: {op.queries} are not the rank's own queries")
     _one_slice(facts, where, (op.own,))
 
 
+def _along_a_ring(facts: _Facts, op: RowCollective, where: _Where | str) -> None:
+    """All members must be on one ring of the Grid, whose inner ring is of neighbouring chunks, as rows for all of it
+    are found.
+    """
+    home, degree = op.own.home, facts.problem.layout.head_parallel
+    assert isinstance(home, Grid)
+    outward = {(u - op.own.index) % home.inner.size for u in op.members} == {0}
+    inward = {u // home.inner.size for u in op.members} == {op.own.index // home.inner.size}
+    if not inward and (op.own.index or not outward):
+        raise PlanError(f"{where}: the members {op.members} are not on one ring of {op.own}")
+    aligned = home.inner.stride == degree and home.outer.stride == degree * home.inner.size
+    if not aligned or home.exchange or home.own_last:
+        raise PlanError(f"{where}: {home.inner} is not a ring of neighbours that get rows together")
+
+
+def _relayed(facts: _Facts, op: RowCollective, where: _Where | str) -> None:
+    held = facts.of_rows.get(op.own)
+    if held is None or held.place != op.queries.place:
+        raise PlanError(f"{where}: of {op.own} the rows were not cast that {op.queries} sees")
+
+
 def _group_reduce(facts: _Facts, op: GroupReduce, where: _Where | str) -> None:
     _rows_of_members(facts, op, where, DKV)
+    if op.own.index:
+        _relayed(facts, op, where)
     for chunk in op.reads:
         held = facts.of_rows.pop(chunk, None)
         if held is None or held.place != op.queries.place:
             raise PlanError(f"{where}: {chunk} is not of the rows that {op.queries} sees")
     _reduced(facts, op, op.members, where)
+    if op.own.index:
+        facts.of_rows[op.writes[0]] = op.queries
 
 
 def _whole(facts: _Facts, chunks: Iterable[Chunk], where: _Where | str) -> None:
@@ -488,7 +521,8 @@ def _reduced(facts: _Facts, op: ReduceScatter | GroupReduce, members: Iterable[i
     total = facts.partial(arriving)
     for u, chunk in zip(members, op.reads, strict=True):
         # What the owner gets from the rank `u` behind it, which has it as its own #u.
-        part = facts.blocks.pop(chunk)[op.group.member(facts.ranks, -u)]
+        behind = op.shift(u) if isinstance(op, RowCollective) else u
+        part = facts.blocks.pop(chunk)[op.group.member(facts.ranks, -behind)]
         facts.rows.pop(chunk, None)
         if (rank := _first((total & part).any(axis=1))) is not None:
             raise PlanError(f"{where}: on rank {rank}, a block of {op.own} comes from two ranks")
@@ -626,7 +660,9 @@ def _serves(facts: _Facts, partial: Chunk, chunk: Ranks, where: _Where | str) ->
 
 
 def _fold(facts: _Facts, op: Fold, where: _Where | str) -> None:
-    _whole(facts, (op.part, op.into), where)
+    if op.part not in facts.of_rows or op.into not in facts.of_rows:  # rows are added to the same rows
+        _whole(facts, (op.part, op.into), where)
+    facts.of_rows.pop(op.part, None)
     if not op.part.is_arriving or op.part.tensor != op.into.tensor or op.into.is_arriving:
         raise PlanError(f"{where}: folds {op.part} into {op.into}")
     _serves(facts, op.into, facts.content[op.part], where)

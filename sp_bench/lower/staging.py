@@ -16,6 +16,7 @@ from sp_bench.plan.ops import (
     Block,
     Chunk,
     Fused,
+    Gathered,
     Op,
     Pass,
     Plan,
@@ -70,6 +71,9 @@ def unsummed_partials(plan: Plan, problem: Problem) -> frozenset[Chunk]:
     made |= _made_at_once(plan, problem, {value.chunk: i for value, i in once.items() if value.chunk not in made})
     summed = {value.chunk for value in writers if value not in once or value.chunk not in made}
     summed |= of_held_keys(plan, problem)
+    for op in plan.ops:
+        if isinstance(op, Gathered) and not summed.isdisjoint(op.writes):  # which lie behind each other
+            summed |= {chunk for chunk in op.writes if chunk.tensor.of_keys and chunk.index}
     if problem.wire_dtype == problem.accumulate_dtype:
         transfers = (op for op in plan.ops if isinstance(op, Transfer) and op.reads)
         summed |= {chunk for op in transfers if op.tensor.is_partial for chunk in op.reads}

@@ -17,14 +17,15 @@ import numpy as np
 from sp_bench.plan.alike import Alike
 from sp_bench.plan.block_classes import block_classes
 from sp_bench.plan.documents import Documents, Packed
-from sp_bench.plan.groups import Group
+from sp_bench.plan.groups import Grid, Group
 from sp_bench.plan.intervals import Runs, Sizes, regions_of_runs, runs_of, sizes_of
 from sp_bench.plan.layout import Shards
 from sp_bench.plan.mask import CAUSAL
-from sp_bench.plan.ops import Block, Chunk, Gathered, GroupCast, GroupReduce, Plan, RowCollective
+from sp_bench.plan.ops import Block, Chunk, Gathered, GroupCast, GroupReduce, Place, Plan, RowCollective, relays
 from sp_bench.plan.pack_blocks import runs_of_chunks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import Regions, by_keys, rows_in
+from sp_bench.plan.tensors import KV, Q
 
 
 class Segments(NamedTuple):
@@ -50,6 +51,21 @@ class Keys(NamedTuple):
     """The regions that the rank's queries see, with keys by their place in the order."""
 
 
+class Gathering(NamedTuple):
+    """The query chunk and the key chunks of a Gathered block."""
+
+    queries: int
+    members: tuple[int, ...]
+    relays: int = 1
+    """How many neighbouring chunks of queries get rows by way of each other. A chunk has, of those with its own place
+    among other neighbours, the rows that any of these sees."""
+
+    def relays_for(self, member: int) -> int:
+        """For how many chunks of queries it has the rows of a member."""
+        relayed = member != self.queries and (member - self.queries) % self.relays == 0
+        return self.relays if relayed else 1
+
+
 class Work(NamedTuple):
     """The work of a Gathered block on one rank."""
 
@@ -73,81 +89,111 @@ class Casts:
     """How many keys are before all queries."""
     whole: bool = False
     """Whether the mask is of a whole sequence, causal or not: one document."""
-    _keys: dict[tuple[int, tuple[int, ...]], Keys] = field(default_factory=dict, init=False, repr=False)
-    _works: dict[tuple[int, tuple[int, ...]], tuple[Work, Work]] = field(default_factory=dict, init=False, repr=False)
+    _keys: dict[Gathering, Keys] = field(default_factory=dict, init=False, repr=False)
+    _works: dict[Gathering, tuple[Work, Work]] = field(default_factory=dict, init=False, repr=False)
+    _relayed: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False, repr=False)
 
-    _kinds: dict[bytes, tuple[int, tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
+    _kinds: dict[bytes, Gathering] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def counts(self) -> np.ndarray:
         """Rows of each key chunk that queries of each chunk see: (chunks, chunks), by query and key chunk."""
         if self._alike:
             return self._alike.seen(np.arange(self.chunks)[:, None], np.arange(self.chunks)[None])
-        found, there = np.zeros((self.chunks, self.chunks), np.int64), self._segments
+        return self._counted(self._seen)
+
+    def counts_for(self, relays: int) -> np.ndarray:
+        """Rows of each key chunk that queries of any of `relays` neighbouring chunks see, for each of these: (chunks,
+        chunks).
+        """
+        if relays == 1:
+            return self.counts
+        if self.whole:  # the first rows of each chunk
+            return np.repeat(self.counts.reshape(-1, relays, self.chunks).max(axis=1), relays, axis=0)
+        return self._for(relays)[1]
+
+    def _for(self, relays: int) -> tuple[np.ndarray, np.ndarray]:
+        """(whether any of so many neighbours sees a segment, (chunks / relays, segments); `counts_for`)."""
+        if relays not in self._relayed:
+            seen = np.logical_or.reduce(self._seen.reshape(-1, relays, self._segments.start.size), axis=1)
+            self._relayed[relays] = seen, np.repeat(self._counted(seen), relays, axis=0)
+        return self._relayed[relays]
+
+    def _counted(self, seen: np.ndarray) -> np.ndarray:
+        found, there = np.zeros((len(seen), self.chunks), np.int64), self._segments
         order = np.argsort(there.owner, kind="stable")
         first = np.flatnonzero(np.diff(there.owner[order], prepend=-1))
-        seen = self._seen[:, order] * there.tokens[order]
-        found[:, there.owner[order][first]] = np.add.reduceat(seen, first, axis=1)
+        tokens = seen[:, order] * there.tokens[order].astype(np.int32)
+        found[:, there.owner[order][first]] = np.add.reduceat(tokens, first, axis=1)
         return found
 
-    def rows(self, queries: int, keys: int) -> np.ndarray:
-        """The rows of one key chunk that queries of a chunk see, ascending."""
-        if self.whole:
-            return np.arange(self.counts[queries, keys])
-        here = self._segments_of(queries, keys)
+    def rows(self, queries: int, keys: int, relays: int = 1) -> np.ndarray:
+        """The rows of one key chunk that queries of a chunk, or of any of the neighbours that it relays for, see,
+        ascending.
+        """
+        count = self.counts_for(relays)[queries, keys]
+        if self.whole or not count:  # none as of most pairs where documents are short
+            return np.arange(count)
+        here = self._segments_of(queries, keys, relays)
         return _runs(self._segments.row[here], self._segments.tokens[here])
 
-    def keys(self, queries: int, members: tuple[int, ...]) -> Keys:
+    def keys(self, queries: int, members: tuple[int, ...], relays: int = 1) -> Keys:
         """The rows that queries of a chunk see of several key chunks, as they lie behind each other; of their own chunk
-        alone, which lies there as it is, all of them.
+        alone, which lies there as it is, all of them. Where it relays rows of some chunks (Gathering), all that it has.
         """
-        wanted = queries, members
+        wanted = Gathering(queries, members, relays)
         return self._keys[wanted] if wanted in self._keys else self._of([wanted])[wanted]
 
-    def find(self, wanted: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+    def find(self, wanted: Iterable[Gathering]) -> None:
         """Find and keep `keys` of some queries and members, all at once, as that is faster."""
         self._keys.update(self._of([each for each in dict.fromkeys(wanted) if each not in self._keys]))
 
-    def _of(self, wanted: Iterable[tuple[int, tuple[int, ...]]]) -> dict[tuple[int, tuple[int, ...]], Keys]:
-        found = dict[tuple[int, tuple[int, ...]], Keys]()
-        seen, blocks = list[tuple[int, tuple[int, ...]]](), list[tuple[Runs, list[Runs]]]()
-        for queries, members in wanted:
-            if not self.counts[queries, [*members]].any():  # as of most members where documents are short
-                found[queries, members] = Keys(np.zeros(0, np.int64), (0,) * len(members), ())
+    def _of(self, wanted: Iterable[Gathering]) -> dict[Gathering, Keys]:
+        found = dict[Gathering, Keys]()
+        seen, blocks = list[Gathering](), list[tuple[Runs, list[Runs]]]()
+        for each in wanted:
+            queries, members, _ = each
+            if not any(self.counts_for(each.relays_for(member))[queries, member] for member in members):
+                found[each] = Keys(
+                    np.zeros(0, np.int64), (0,) * len(members), ()
+                )  # as of most where documents are short
                 continue
-            own = members == (queries,)
-            lying = [self._lying(queries, member, all_of_it=own) for member in members]
-            start, tokens = (np.concatenate(each) for each in zip(*lying, strict=True))
+            lying = [self._lying(each, member) for member in members]
+            start, tokens = (np.concatenate(sides) for sides in zip(*lying, strict=True))
             lie = np.cumsum(tokens) - tokens
             by_position = np.argsort(start)
             start, tokens, lie = start[by_position], tokens[by_position], lie[by_position]
             counts = tuple(int(tokens.sum()) for _, tokens in lying)
-            found[queries, members] = Keys(_runs(lie, tokens), counts, ())
-            seen.append((queries, members))
+            found[each] = Keys(_runs(lie, tokens), counts, ())
+            seen.append(each)
             blocks.append((self._queries[queries], [Runs(start, start + tokens)]))
         if blocks:
             for each, regions in zip(seen, regions_of_runs(self.pack, blocks), strict=True):
                 found[each] = found[each]._replace(regions=regions)
         return found
 
-    def _lying(self, queries: int, keys: int, *, all_of_it: bool) -> tuple[np.ndarray, np.ndarray]:
-        """The runs of positions that queries of a chunk see of a key chunk, or all of it: (start, tokens)."""
+    def _lying(self, of: Gathering, keys: int) -> tuple[np.ndarray, np.ndarray]:
+        """The runs of positions that a block has of a key chunk, all of it if it is its own: (start, tokens)."""
+        all_of_it, relays = of.members == (of.queries,), of.relays_for(keys)
         if self.whole:
             _, start, stop = _in_runs([self._of_keys[keys]])
             tokens = stop - start
             if not all_of_it:
-                tokens = np.clip(self.counts[queries, keys] - np.cumsum(tokens) + tokens, 0, tokens)
+                count = self.counts_for(relays)[of.queries, keys]
+                tokens = np.clip(count - np.cumsum(tokens) + tokens, 0, tokens)
             return start[tokens > 0], tokens[tokens > 0]
-        there = self._segments
-        here = np.flatnonzero(there.owner == queries) if all_of_it else self._segments_of(queries, keys)
-        return there.start[here], there.tokens[here]
+        here = self._of_owner[keys] if all_of_it else self._segments_of(of.queries, keys, relays)
+        return self._segments.start[here], self._segments.tokens[here]
 
-    def works(self, queries: np.ndarray, members: np.ndarray, *, forward: bool) -> tuple[list[Work], np.ndarray]:
+    def works(
+        self, queries: np.ndarray, members: np.ndarray, relays: int = 1, *, forward: bool
+    ) -> tuple[list[Work], np.ndarray]:
         """The different works of some blocks, and which of them each has.
 
         `queries` is the query chunk of each block, (blocks,), `members` its key chunks, (blocks, members).
         """
-        blocks = [*zip(queries.tolist(), map(tuple, members.tolist()), strict=True)]
+        pairs = zip(queries.tolist(), map(tuple, members.tolist()), strict=True)
+        blocks = [Gathering(*pair, relays) for pair in pairs]
         codes = self._alike.codes(queries, members) if self._alike else None
         if codes is not None:
             _, first, of = np.unique(codes, axis=0, return_index=True, return_inverse=True)
@@ -155,13 +201,13 @@ class Casts:
             return [self.work(*block, forward=forward) for block in each], of.ravel()
         return [self.work(*block, forward=forward) for block in blocks], np.arange(len(blocks))
 
-    def work(self, queries: int, members: tuple[int, ...], *, forward: bool) -> Work:
+    def work(self, queries: int, members: tuple[int, ...], relays: int = 1, *, forward: bool) -> Work:
         """The work of the regions of `keys`, backward of those cut along keys. It is found once."""
-        if (queries, members) not in self._works:
-            regions = self.keys(queries, members).regions
+        if (of := Gathering(queries, members, relays)) not in self._works:
+            regions = self.keys(*of).regions
             rows = rows_in(region.q for region in regions), rows_in(region.kv for region in regions)
-            self._works[queries, members] = Work(sizes_of(regions), *rows), Work(sizes_of(by_keys(regions)), *rows)
-        return self._works[queries, members][not forward]
+            self._works[of] = Work(sizes_of(regions), *rows), Work(sizes_of(by_keys(regions)), *rows)
+        return self._works[of][not forward]
 
     @property
     def chunks(self) -> int:
@@ -185,8 +231,16 @@ class Casts:
             each = [runs_of(self.pack.among_keys(self.of_queries.chunk_positions(i))) for i in range(self.chunks)]
         return [Runs(runs.start + self.ahead, runs.stop + self.ahead, runs.step) for runs in each]
 
-    def _segments_of(self, queries: int, keys: int) -> np.ndarray:
-        return np.flatnonzero(self._seen[queries] & (self._segments.owner == keys))
+    def _segments_of(self, queries: int, keys: int, relays: int) -> np.ndarray:
+        seen = self._seen[queries] if relays == 1 else self._for(relays)[0][queries // relays]
+        here = self._of_owner[keys]
+        return here[seen[here]]
+
+    @cached_property
+    def _of_owner(self) -> list[np.ndarray]:
+        """The segments of each key chunk, ascending."""
+        order = np.argsort(self._segments.owner, kind="stable")
+        return np.split(order, np.searchsorted(self._segments.owner[order], np.arange(1, self.chunks)))
 
     @cached_property
     def _intervals(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -199,8 +253,8 @@ class Casts:
         keys = self.of_keys.seqlen
         chunk, start, _ = _in_runs(self._of_keys)
         _, first, last = self._intervals
-        starts = np.unique(np.concatenate([start, first, last]))
-        starts = starts[starts < keys]
+        starts = np.sort(np.concatenate([start, first, last]))
+        starts = starts[(np.diff(starts, prepend=-1) > 0) & (starts < keys)]
         tokens = np.diff(np.append(starts, keys))
         by_start = np.argsort(start)
         owner = chunk[by_start][np.searchsorted(start[by_start], starts, side="right") - 1]
@@ -216,10 +270,12 @@ class Casts:
         """Whether a query of each chunk sees a segment: (chunks, segments)."""
         chunk, first, last = self._intervals
         starts = self._segments.start
-        change = np.zeros((self.chunks, starts.size + 1), np.int32)
-        np.add.at(change, (chunk, np.searchsorted(starts, first)), 1)
-        np.add.at(change, (chunk, np.searchsorted(starts, last)), -1)
-        return change[:, :-1].cumsum(axis=1) > 0
+        fits = np.int16 if chunk.size < np.iinfo(np.int16).max else np.int32
+        change = np.zeros((self.chunks, starts.size + 1), fits)
+        row = chunk * change.shape[1]
+        np.add.at(change.reshape(-1), row + np.searchsorted(starts, first), fits(1))
+        np.add.at(change.reshape(-1), row + np.searchsorted(starts, last), fits(-1))
+        return change[:, :-1].cumsum(axis=1, dtype=fits) > 0
 
 
 def _in_runs(chunks: Sequence[Runs]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -251,17 +307,31 @@ def _casts(pack: Packed, queries: Shards, keys: Shards, ahead: int, *, whole: bo
     return Casts(pack, queries, keys, ahead, whole)
 
 
-def rows_seen_elsewhere(problem: Problem) -> int:
-    """Key rows that chunks see in other chunks, all together: what a group cast moves, for each head."""
-    counts = casts(problem).counts
-    return int(counts.sum() - counts.trace())
+def rows_seen_elsewhere(problem: Problem, relays: int = 1) -> int:
+    """Key rows that chunks see in other chunks, all together: what a group cast moves, for each head.
+
+    With `relays` above 1, each row goes once to so many neighbours that don't have it, to the one with its place among
+    them, which passes it on to those of the others that see it.
+    """
+    counts, chunks = casts(problem).counts, np.arange(problem.keys.chunks)
+    if relays == 1:
+        return int(counts.sum() - counts.trace())
+    group, place = np.divmod(chunks, relays)
+    across = casts(problem).counts_for(relays)[place == 0] * (np.unique(group)[:, None] != group)
+    return int(across.sum() + (counts * (place[:, None] != place)).sum())
 
 
 def members_seen(problem: Problem, own: Chunk) -> set[int]:
     """The chunks #u, other than its own, of which queries of any rank see rows."""
-    ranks, degree, counts = np.arange(problem.n), problem.layout.head_parallel, casts(problem).counts
-    others = range(1, own.home.size)
-    return {u for u in others if counts[ranks // degree, own.home.member(ranks, u) // degree].any()}
+    return set(_members_seen(casts(problem), own.home, problem.n, problem.layout.head_parallel))
+
+
+@lru_cache(maxsize=32)  # forward and backward have the same
+def _members_seen(found: Casts, home: Group | Grid, n: int, degree: int) -> tuple[int, ...]:
+    ranks = np.arange(n)
+    owners = np.stack([home.member(ranks, u) for u in range(1, home.size)] or [ranks[:0]])
+    seen = found.counts[ranks[: owners.shape[1]] // degree, owners // degree].any(axis=1)
+    return tuple((np.flatnonzero(seen) + 1).tolist())
 
 
 def rows_moved(op: RowCollective, problem: Problem, rank, member: int):
@@ -269,19 +339,28 @@ def rows_moved(op: RowCollective, problem: Problem, rank, member: int):
 
     In a GroupCast that goes to the rank whose #u it is itself, in a GroupReduce to the owner of #u.
     """
-    return rows_from(op, problem, rank if isinstance(op, GroupReduce) else op.group.member(rank, -member), member)
+    return rows_from(op, problem, rank if isinstance(op, GroupReduce) else _holder(op, rank, member), member)
+
+
+def _holder(op: RowCollective, rank, member: int):
+    """The rank whose #u is this rank's `own`."""
+    return op.group.member(rank, -op.shift(member))
 
 
 def rows_from(op: RowCollective, problem: Problem, rank, member: int):
     """How many rows of the member #u one or an array of ranks has."""
-    degree = problem.layout.head_parallel
-    return casts(problem).counts[rank // degree, op.group.member(rank, member) // degree]
+    degree, chunk = problem.layout.head_parallel, op.own.at(member)
+    return casts(problem).counts_for(relays(chunk))[rank // degree, chunk.owner(rank) // degree]
 
 
 def rows_to(op: RowCollective, problem: Problem, rank: int, member: int) -> np.ndarray:
-    """The rows of its own chunk that the rank whose #u it is has."""
-    degree = problem.layout.head_parallel
-    return casts(problem).rows(int(op.group.member(rank, -member)) // degree, rank // degree)
+    """The rows of `own`, as they lie on the rank, that the rank whose #u it is has."""
+    degree, found, owner = problem.layout.head_parallel, casts(problem), int(op.own.owner(rank))
+    holder = int(_holder(op, rank, member))
+    rows = found.rows(holder // degree, owner // degree, relays(op.own.at(member)))
+    if not op.own.index:
+        return rows
+    return np.searchsorted(found.rows(rank // degree, owner // degree, relays(op.own)), rows)
 
 
 def rows_held(op: RowCollective, problem: Problem, rank):
@@ -291,33 +370,37 @@ def rows_held(op: RowCollective, problem: Problem, rank):
 
 def rows_owned(op: RowCollective, problem: Problem, rank):
     """How many rows of its own chunk the members have of one or an array of ranks, all together."""
-    return sum(rows_from(op, problem, op.group.member(rank, -u), u) for u in op.members)
+    return sum(rows_from(op, problem, _holder(op, rank, u), u) for u in op.members)
 
 
 def most_rows(op: RowCollective, problem: Problem, *, sent: bool) -> int:
     """How many rows the rank with most of them sends, or receives."""
-    held = sent == isinstance(op, GroupReduce)
-    return _most_rows(casts(problem), op.group, op.members, problem.n, problem.layout.head_parallel, held)
+    held, own = sent == isinstance(op, GroupReduce), op.own.place
+    return _most_rows(casts(problem), own, op.members, problem.n, problem.layout.head_parallel, held)
 
 
 @lru_cache(maxsize=1024)  # casts and reductions of both phases have the same
-def _most_rows(found: Casts, group: Group, members: tuple[int, ...], n: int, degree: int, held: bool) -> int:
-    ranks = np.arange(n)
+def _most_rows(found: Casts, own: Place, members: tuple[int, ...], n: int, degree: int, held: bool) -> int:
     # Rows that a rank holds are those of each member; those that it owns, each member's whose #u it is.
-    pairs = [(ranks, group.member(ranks, u)) if held else (group.member(ranks, -u), ranks) for u in members]
-    rows = (found.counts[queries // degree, keys // degree] for queries, keys in pairs)
-    return int(sum(rows, np.zeros(n, int)).max())
+    ranks, rows, like = np.arange(n), np.zeros(n, int), GroupCast("", Chunk(KV, own.index, own.home), members, _ANY)
+    for u in members:
+        chunk, holder = like.own.at(u), ranks if held else _holder(like, ranks, u)
+        rows += found.counts_for(relays(chunk))[holder // degree, chunk.owner(holder) // degree]
+    return int(rows.max())
+
+
+_ANY = Chunk(Q, 0, Group(1, 1))
 
 
 def keys_of(op: Gathered, problem: Problem, rank: int) -> Keys:
     """The key rows of a Gathered block on one rank, and its regions as its kernels take them."""
-    keys = _keys(casts(problem), *_chunks(op, problem, rank))
+    keys = _keys(casts(problem), _chunks(op, problem, rank))
     return keys if op.forward else keys._replace(regions=tuple(by_keys(keys.regions)))
 
 
 @lru_cache(maxsize=64)
-def _keys(found: Casts, queries: int, members: tuple[int, ...]) -> Keys:
-    return found.keys(queries, members)  # forward and backward have the same
+def _keys(found: Casts, of: Gathering) -> Keys:
+    return found.keys(*of)  # forward and backward have the same
 
 
 def find_regions(plan: Plan, problem: Problem, rank: int) -> None:
@@ -342,7 +425,7 @@ def works_of(op: Gathered, problem: Problem) -> tuple[list[Work], np.ndarray]:
     firsts = np.arange(0, problem.n, degree)  # the ranks that split a chunk's heads have the same
     queries = op.queries[0].owner(firsts) // degree
     members = np.stack([chunk.owner(firsts) // degree for chunk in op.keys], axis=1)
-    works, of = casts(problem).works(queries, members, forward=op.forward)
+    works, of = casts(problem).works(queries, members, max(map(relays, op.keys)), forward=op.forward)
     return works, np.repeat(of, degree)
 
 
@@ -354,16 +437,18 @@ def is_one_call(work: Work) -> bool:
 
 def rows_read(op: Gathered, problem: Problem, ranks: np.ndarray) -> np.ndarray:
     """How many key rows a Gathered block reads on each of the ranks: (ranks,)."""
-    degree, counts = problem.layout.head_parallel, casts(problem).counts
-    queries = op.queries[0].owner(ranks) // degree
-    return sum((counts[queries, chunk.owner(ranks) // degree] for chunk in op.keys), np.zeros(ranks.size, np.int64))
+    degree, found = problem.layout.head_parallel, casts(problem)
+    queries, rows = op.queries[0].owner(ranks) // degree, np.zeros(ranks.size, np.int64)
+    for chunk in op.keys:
+        rows += found.counts_for(relays(chunk))[queries, chunk.owner(ranks) // degree]
+    return rows
 
 
-def _chunks(op: Gathered, problem: Problem, rank: int) -> tuple[int, tuple[int, ...]]:
+def _chunks(op: Gathered, problem: Problem, rank: int) -> Gathering:
     """The query chunk and the key chunks of a Gathered block."""
     degree = problem.layout.head_parallel
     members = tuple(int(chunk.owner(rank)) // degree for chunk in op.keys)
-    return int(op.queries[0].owner(rank)) // degree, members
+    return Gathering(int(op.queries[0].owner(rank)) // degree, members, max(map(relays, op.keys)))
 
 
 def received(op: RowCollective, problem: Problem, rank):

@@ -84,7 +84,7 @@ class Deal:
 
     def tokens(self, chunks: int) -> np.ndarray:
         """The tokens of every chunk: (chunks,)."""
-        return np.array([int((stop - start).sum()) for start, stop in _runs(self, chunks)])
+        return _tokens(self, chunks)
 
 
 class Pieces(NamedTuple):
@@ -152,6 +152,11 @@ def _runs(deal: Deal, chunks: int) -> list[tuple[np.ndarray, np.ndarray]]:
     chunk, start, stop = chunk[begins], start[begins], stop[np.append(begins[1:], chunk.size) - 1]
     ends = np.searchsorted(chunk, np.arange(1, chunks))
     return [*zip(np.split(start, ends), np.split(stop, ends), strict=True)]
+
+
+@lru_cache(maxsize=32)
+def _tokens(deal: Deal, chunks: int) -> np.ndarray:
+    return np.array([int((stop - start).sum()) for start, stop in _runs(deal, chunks)])
 
 
 def _documents(mask: Pack) -> tuple[np.ndarray, np.ndarray]:

@@ -3,24 +3,27 @@
 A plan is the same on all ranks, but under a pack of documents many blocks of it are empty. A received chunk is wanted
 where a later block of the receiver sees it, or the receiver sends it on to a rank that wants it. A partial is wanted
 where a block has been folded into it. What is not wanted is neither sent nor folded, except by collectives.
+
+Each pack asks anew, of thousands of operations. A set of ranks is therefore a whole number with a bit for each, and a
+plan is walked as a program of small numbers (Program), which all packs share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from types import MappingProxyType
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from sp_bench.plan.block_classes import BlockClasses, block_classes
+from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import (
     AllGather,
     AllToAll,
-    Attend,
-    AttendBackward,
     Block,
     Bundle,
     Chunk,
@@ -37,21 +40,17 @@ from sp_bench.plan.problem import Problem
 
 Demand = Mapping[int, np.ndarray]
 """{operation: on which ranks it has something to receive or to fold, (n,)}. Others have it on all ranks."""
+Ranks = int
+"""A set of ranks: bit r is set for rank r."""
+Move = tuple[tuple[int, Ranks], ...]
+"""The ranks that a transfer reaches, as (shift, ranks): the peer of each of these ranks is `shift` above it."""
 
 ALL: Demand = MappingProxyType({})
-_CACHE: WeakKeyDictionary[Plan, dict[Problem, Demand]] = WeakKeyDictionary()
-_UNTOUCHED: WeakKeyDictionary[Plan, dict[bool, Mapping[Chunk, np.ndarray]]] = WeakKeyDictionary()
 
 
 def demand(plan: Plan, problem: Problem) -> Demand:
     """On which ranks each Pass and Fold of a plan is wanted, cached; empty where the mask has all of them sent."""
-    if problem.mask.sends_unseen:
-        return ALL
-    found = _CACHE.setdefault(plan, {})
-    if problem not in found:
-        visible = _visible(plan, problem)
-        keep(found, problem, _of_partials(plan, visible) | _of_operands(plan, visible))
-    return found[problem]
+    return ALL if problem.mask.sends_unseen else _found(plan, problem).demand
 
 
 def untouched_partials(plan: Plan, problem: Problem, *, compute: bool = True) -> Mapping[Chunk, np.ndarray]:
@@ -59,39 +58,149 @@ def untouched_partials(plan: Plan, problem: Problem, *, compute: bool = True) ->
 
     Their blocks see nothing under the mask, or are left out (without `compute`).
     """
-    wanted, visible = demand(plan, problem), _visible(plan, problem)
-    if wanted or visible.differs:
-        return _untouched(plan, wanted, visible, np.ones(plan.n, bool), compute=compute)
+    found = _found(plan, problem)
+    if found.wanted or found.visible.differs:
+        return found.untouched(compute=compute)
     known = _UNTOUCHED.setdefault(plan, {})  # the same of every such problem
     if compute not in known:
-        known[compute] = _untouched(plan, wanted, visible, np.True_, compute=compute)
+        known[compute] = found.untouched(compute=compute)
     return known[compute]
 
 
-def _untouched(
-    plan: Plan, wanted: Demand, visible: Visible, everyone: np.ndarray | np.bool_, *, compute: bool
-) -> Mapping[Chunk, np.ndarray]:
-    """`everyone` is (n,), or True where ranks don't differ."""
-    nobody, peers = ~everyone, _peers(plan.n, 1)
-    touched, found = dict.fromkeys(plan.starts_with, everyone), dict[Chunk, np.ndarray | np.bool_]()
+class _Block(NamedTuple):
+    row: int
+    """Its place among all blocks of the plan."""
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+class _Pass(NamedTuple):
+    send: int
+    recv: int
+    partial: bool
+    onward: Move
+    back: Move
+
+
+class _Collective(NamedTuple):
+    gathers: int
+    """The chunk that is sent where it is there; -1 for a reduction."""
+    reduces: int
+    """The chunk that arrives, of a reduction; -1 otherwise."""
+
+
+class _Fold(NamedTuple):
+    part: int
+    into: int
+
+
+class _Bundle(NamedTuple):
+    parts: tuple[int, ...]
+    into: int
+
+
+class _Sent(NamedTuple):
+    """A transfer, as it concerns partials."""
+
+    is_pass: bool
+    onward: Move
+    partials: tuple[int, ...]
+    """Those that it sends, whether anything has come to them or not."""
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A plan's operations with numbers in the place of chunks."""
+
+    n: int
+    chunks: tuple[Chunk, ...]
+    """The chunk of each number."""
+    ops: tuple[tuple[int, tuple[_Block, ...] | _Pass | _Collective | _Fold | _Bundle], ...]
+    """By index. Operations that neither ask for a chunk nor fill one are left out."""
+    partials: tuple[tuple[int, tuple[_Block, ...] | _Sent | _Fold], ...]
+    """By index, as they concern what partials have in them."""
+    starts_with: tuple[int, ...]
+    kept: frozenset[int]
+
+    @property
+    def everyone(self) -> Ranks:
+        """All ranks."""
+        return (1 << self.n) - 1
+
+
+_PROGRAMS: WeakKeyDictionary[Plan, Program] = WeakKeyDictionary()
+
+
+def _program(plan: Plan) -> Program:
+    if plan in _PROGRAMS:
+        return _PROGRAMS[plan]
+    numbers, moves, rows = dict[Chunk, int](), dict[tuple[Group | Exchange, int], Move](), 0
+    ops, partials = list[tuple[int, object]](), list[tuple[int, object]]()
+
+    def number(chunk: Chunk) -> int:
+        return numbers.setdefault(chunk, len(numbers))
+
+    def several(chunks: Sequence[Chunk]) -> tuple[int, ...]:
+        return tuple([number(chunk) for chunk in chunks])
+
+    def move(op: Pass, way: int) -> Move:
+        key = op.group, way * op.shift
+        if key not in moves:
+            moves[key] = _move(plan.n, *key)
+        return moves[key]
+
     for index, op in plan:
-        if isinstance(op, Transfer):
-            sends = wanted[index][peers(op)] if isinstance(op, Pass) and index in wanted else everyone
-            for chunk in op.reads:
-                if chunk.tensor.is_partial and not isinstance(op, GroupReduce):  # which sends rows that there are
-                    found[chunk] = found.get(chunk, nobody) | (sends & ~touched.get(chunk, nobody))
-                    touched[chunk] = touched.get(chunk, nobody) if chunk in plan.kept else nobody
-            touched |= dict.fromkeys(op.writes, everyone)
-        elif isinstance(op, Block):
-            for block, sees in visible.of(index, op, everyone) if compute else ():
-                for chunk in block.writes:
-                    touched[chunk] = touched.get(chunk, nobody) | sees
+        if isinstance(op, Block):
+            blocks = [(several((block.q, block.kv)), several(block.writes)) for block in op.blocks]
+            done = tuple([_Block(row, *block) for row, block in enumerate(blocks, rows)])
+            rows += len(done)
+            ops.append((index, done))
+            partials.append((index, done))
+        elif isinstance(op, Transfer):
+            if isinstance(op, Pass):
+                onward = move(op, 1)
+                ends = number(op.send), number(op.recv)
+                ops.append((index, _Pass(*ends, op.tensor.is_partial, onward, move(op, -1))))
+            elif isinstance(op, AllToAll | AllGather | GroupCast):  # what is there is sent
+                onward = ()
+                ops.append((index, _Collective(number(op.reads[0]), -1)))
+            else:
+                onward = ()
+                arrives = number(op.writes[0]) if isinstance(op, ReduceScatter | GroupReduce) else -1
+                ops.append((index, _Collective(-1, arrives)))
+            # A GroupReduce sends rows that there are.
+            sent = [chunk for chunk in op.reads if chunk.tensor.is_partial and not isinstance(op, GroupReduce)]
+            partials.append((index, _Sent(isinstance(op, Pass), onward, several(sent), several(op.writes))))
         elif isinstance(op, Fold):
-            folded = wanted.get(index, everyone) if compute else nobody
-            touched[op.into] = touched.get(op.into, nobody) | folded
+            fold = _Fold(number(op.part), number(op.into))
+            ops.append((index, fold))
+            partials.append((index, fold))
         else:
-            touched |= dict.fromkeys(op.writes, everyone)
-    return {chunk: np.broadcast_to(ranks, plan.n) for chunk, ranks in found.items() if ranks.any()}
+            if isinstance(op, Bundle):
+                ops.append((index, _Bundle(several(op.parts), number(op.into))))
+            partials.append((index, _Sent(False, (), (), several(op.writes))))
+    starts, kept = several(plan.starts_with), frozenset(several(plan.kept))
+    _PROGRAMS[plan] = found = Program(plan.n, tuple(numbers), tuple(ops), tuple(partials), starts, kept)  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def _move(n: int, group: Group | Exchange, shift: int) -> Move:
+    ranks = np.arange(n)
+    away = group.member(ranks, shift) - ranks
+    return tuple((int(by), _bits(away == by)) for by in np.unique(away))
+
+
+def _bits(there: np.ndarray) -> Ranks:
+    return int.from_bytes(np.packbits(there, bitorder="little").tobytes(), "little")
+
+
+def _peers(ranks: Ranks, move: Move) -> Ranks:
+    """The ranks whose peers are among `ranks`."""
+    found = 0
+    for by, of in move:
+        found |= (ranks >> by if by >= 0 else ranks << -by) & of
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,64 +216,111 @@ class Visible:
         """Whether any block has nothing to compute on any rank."""
         return not self.sees[self.classes.there].all()
 
-    def of(
-        self, index: int, op: Block, everyone: np.ndarray | np.bool_
-    ) -> Iterator[tuple[Attend | AttendBackward, np.ndarray | np.bool_]]:
-        """Each block of operation `index`, and which ranks have anything to compute of it: (n,), or `everyone`."""
-        first = self.classes.first[index]
-        for row, block in enumerate(op.blocks, first):
-            yield block, self.sees[self.classes.of[row]] if self.differs else everyone
+    @cached_property
+    def ranks(self) -> Sequence[Ranks]:
+        """The ranks that have anything to compute of each block, in the order of operations."""
+        blocks, n = self.classes.of.shape
+        if not self.differs:
+            return [(1 << n) - 1] * blocks
+        packed, width = np.packbits(self.sees[self.classes.of], axis=1, bitorder="little").tobytes(), -(-n // 8)
+        return [int.from_bytes(packed[i * width : (i + 1) * width], "little") for i in range(blocks)]
 
 
-def _visible(plan: Plan, problem: Problem) -> Visible:
-    return Visible(block_classes(plan, problem), np.asarray(problem.blocks.computes))
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """The transfers and folds of a plan that are wanted under one mask."""
+
+    program: Program
+    visible: Visible
+    wanted: Mapping[int, Ranks]
+    """Demand, as sets of ranks."""
+
+    @cached_property
+    def demand(self) -> Demand:
+        return dict(zip(self.wanted, _arrays(self.program.n, [*self.wanted.values()]), strict=True))
+
+    def untouched(self, *, compute: bool) -> Mapping[Chunk, np.ndarray]:
+        everyone, ranks, kept = self.program.everyone, self.visible.ranks, self.program.kept
+        touched, found = dict.fromkeys(self.program.starts_with, everyone), dict[int, Ranks]()
+        for index, op in self.program.partials:
+            if isinstance(op, _Sent):
+                wanted = self.wanted.get(index) if op.is_pass else None
+                sends = everyone if wanted is None else _peers(wanted, op.onward)
+                for chunk in op.partials:
+                    there = touched.get(chunk, 0)
+                    found[chunk] = found.get(chunk, 0) | (sends & ~there)
+                    touched[chunk] = there if chunk in kept else 0
+                for chunk in op.writes:
+                    touched[chunk] = everyone
+            elif isinstance(op, _Fold):
+                folded = self.wanted.get(index, everyone) if compute else 0
+                touched[op.into] = touched.get(op.into, 0) | folded
+            elif compute:
+                for block in op:
+                    for chunk in block.writes:
+                        touched[chunk] = touched.get(chunk, 0) | ranks[block.row]
+        sent = {self.program.chunks[chunk]: ranks for chunk, ranks in found.items() if ranks}
+        return dict(zip(sent, _arrays(self.program.n, [*sent.values()]), strict=True))
 
 
-def _peers(n: int, way: int) -> Callable[[Pass], np.ndarray]:
-    """The ranks that each of n sends to in a Pass (`way` 1) or receives from (-1). Passes have few shifts."""
-    members = cache(lambda group, shift: group.member(np.arange(n), way * shift))
-    return lambda op: members(op.group, op.shift)
+_CACHE: WeakKeyDictionary[Plan, dict[Problem, _Found]] = WeakKeyDictionary()
+_UNTOUCHED: WeakKeyDictionary[Plan, dict[bool, Mapping[Chunk, np.ndarray]]] = WeakKeyDictionary()
 
 
-def _of_operands(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
+def _found(plan: Plan, problem: Problem) -> _Found:
+    found = _CACHE.setdefault(plan, {})
+    if problem not in found:
+        program = _program(plan)
+        visible = Visible(block_classes(plan, problem), np.asarray(problem.blocks.computes))
+        wanted = {} if problem.mask.sends_unseen else _of_partials(program, visible) | _of_operands(program, visible)
+        keep(found, problem, _Found(program, visible, wanted))
+    return found[problem]
+
+
+def _arrays(n: int, each: Sequence[Ranks]) -> np.ndarray:
+    """Sets of ranks as (sets, n) of bool."""
+    width = -(-n // 8)
+    packed = np.frombuffer(b"".join(ranks.to_bytes(width, "little") for ranks in each), np.uint8)
+    return np.unpackbits(packed.reshape(-1, width), axis=1, count=n, bitorder="little").view(bool)
+
+
+def _of_operands(program: Program, visible: Visible) -> dict[int, Ranks]:
     """The ranks that want each received chunk of q, kv and the like, from the last operation back to the first."""
-    peers, everyone, found = _peers(plan.n, 1), np.ones(plan.n, bool), dict[int, np.ndarray]()
-    wanted: dict[Chunk, np.ndarray] = {}
-
-    def want(chunk: Chunk, where: np.ndarray | np.bool_) -> None:
-        wanted[chunk] = np.asarray(wanted.get(chunk, False) | where)
-
-    for index, op in reversed([*plan]):
-        if isinstance(op, Block):
-            for block, sees in visible.of(index, op, everyone):
-                want(block.q, sees)
-                want(block.kv, sees)
-        elif isinstance(op, Bundle):
+    ranks, found, wanted = visible.ranks, dict[int, Ranks](), [0] * len(program.chunks)
+    for index, op in reversed(program.ops):
+        if isinstance(op, _Pass):
+            if not op.partial:
+                found[index], wanted[op.recv] = wanted[op.recv], 0
+                wanted[op.send] |= _peers(found[index], op.onward)
+        elif isinstance(op, _Bundle):
             for part in op.parts:
-                want(part, wanted.get(op.into, np.zeros(plan.n, bool)))
-        elif isinstance(op, AllToAll | AllGather | GroupCast):  # what is there is sent
-            want(op.reads[0], everyone)
-        elif isinstance(op, Pass) and not op.tensor.is_partial:
-            found[index] = wanted.pop(op.recv, np.zeros(plan.n, bool))
-            want(op.send, found[index][peers(op)])
+                wanted[part] |= wanted[op.into]
+        elif isinstance(op, _Collective):
+            if op.gathers >= 0:
+                wanted[op.gathers] = program.everyone
+        elif not isinstance(op, _Fold):
+            for block in op:
+                for chunk in block.reads:
+                    wanted[chunk] |= ranks[block.row]
     return found
 
 
-def _of_partials(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
+def _of_partials(program: Program, visible: Visible) -> dict[int, Ranks]:
     """The ranks that receive, and fold, a partial that something was folded into, in plan order."""
-    peers, found = _peers(plan.n, -1), dict[int, np.ndarray]()
-    none, everyone = np.zeros(plan.n, bool), np.ones(plan.n, bool)
-    filled: dict[Chunk, np.ndarray] = {}
-    for index, op in plan:
-        if isinstance(op, Block):
-            for block, sees in visible.of(index, op, everyone):
+    ranks, found, filled = visible.ranks, dict[int, Ranks](), [0] * len(program.chunks)
+    for index, op in program.ops:
+        if isinstance(op, _Pass):
+            if op.partial:
+                filled[op.recv] = found[index] = _peers(filled[op.send], op.back)
+                filled[op.send] = 0
+        elif isinstance(op, _Collective):
+            if op.reduces >= 0:
+                filled[op.reduces] = program.everyone
+        elif isinstance(op, _Fold):
+            found[index], filled[op.part] = filled[op.part], 0
+            filled[op.into] |= found[index]
+        elif not isinstance(op, _Bundle):
+            for block in op:
                 for chunk in block.writes:
-                    filled[chunk] = filled.get(chunk, none) | sees
-        elif isinstance(op, Pass) and op.tensor.is_partial:
-            filled[op.recv] = found[index] = filled.pop(op.send, none)[peers(op)]
-        elif isinstance(op, ReduceScatter | GroupReduce):
-            filled |= {op.own.arriving(): everyone}
-        elif isinstance(op, Fold):
-            found[index] = filled.pop(op.part, none)
-            filled[op.into] = filled.get(op.into, none) | found[index]
+                    filled[chunk] |= ranks[block.row]
     return found

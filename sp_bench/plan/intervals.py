@@ -19,6 +19,8 @@ from sp_bench.plan.regions import Region, RegionKind, Regions
 
 RUNS_AT_ONCE = 1024
 """Few enough that counts by chunk stay in a cache."""
+MANY = 4
+"""Keys of so many chunks are counted together."""
 
 
 class Sizes(NamedTuple):
@@ -70,7 +72,7 @@ def runs_of(positions: Iterable[range]) -> Runs:
     found = [(run.start, run[-1] + 1, run.step if len(run) > 1 else 0) for run in positions if run]
     start, stop, step = np.array(found, np.int64).reshape(-1, 3).T
     apart = int(step.max(initial=0)) or 1
-    assert np.isin(step, (0, apart)).all(), "runs of one step"
+    assert ((step == 0) | (step == apart)).all(), "runs of one step"
     return Runs(start, stop, apart)
 
 
@@ -105,15 +107,37 @@ def _stretches_of(mask: Sight, q: Runs, keys: Sequence[Runs]) -> tuple[np.ndarra
     tokens = q.tokens
     behind = np.cumsum(tokens)
     turns = mask.turns(q.start[0], q.stop[-1], np.concatenate([ends for kv in keys for ends in (kv.start, kv.stop)]))
-    cuts = np.sort(np.concatenate([behind - tokens, q.below(turns)]))
-    row = cuts[np.diff(cuts, prepend=-1) > 0]
-    row = row[row < behind[-1]]
+    begins = np.zeros(behind[-1] + 1, bool)
+    begins[behind - tokens] = begins[q.below(turns)] = True
+    row = np.flatnonzero(begins[:-1])
     count = np.diff(row, append=behind[-1])
     run = np.searchsorted(behind, row, "right")
     at = q.start[run] + (row - behind[run] + tokens[run]) * q.step
     seen = np.concatenate(mask.sees(np.concatenate([at, at + (count - 1) * q.step])))
-    below = np.concatenate([kv.below(seen).reshape(4, -1) for kv in keys], axis=1)
-    return np.tile(row, len(keys)), np.tile(count, len(keys)), below
+    return (
+        np.tile(row, len(keys)),
+        np.tile(count, len(keys)),
+        _below(keys, seen).reshape(len(keys), 4, -1).swapaxes(0, 1).reshape(4, -1),
+    )
+
+
+def _below(keys: Sequence[Runs], positions: np.ndarray) -> np.ndarray:
+    """Runs.below of the runs of several chunks, of which no two have a common key: (chunks, positions)."""
+    if len(keys) < MANY or any(kv.step > 1 for kv in keys):
+        return np.stack([kv.below(positions) for kv in keys])
+    owner = np.repeat(np.arange(len(keys)), [kv.start.size for kv in keys])
+    start, stop = (np.concatenate([kv[i] for kv in keys]) for i in range(2))
+    order = np.argsort(start, kind="stable")
+    owner, start, stop = owner[order], start[order], stop[order]
+    at, of = np.unique(positions, return_inverse=True)
+    # All runs that begin below a position count in full, but what the last of them has above it.
+    cells = np.searchsorted(at, start, "right") * len(keys) + owner
+    counted = np.bincount(cells, stop - start, (at.size + 1) * len(keys))[: at.size * len(keys)]
+    found = counted.astype(np.int64).reshape(-1, len(keys)).cumsum(axis=0)
+    last = np.searchsorted(start, at, "left") - 1
+    there = np.flatnonzero(last >= 0)
+    found[there, owner[last[there]]] -= np.maximum(stop[last[there]] - at[there], 0)
+    return found.T[:, of]
 
 
 def _of_stretches(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import ClassVar, Literal, NamedTuple, Self
+from weakref import WeakValueDictionary
 
 from sp_bench.errors import RequestError, unknown, unknown_key
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.dealers import DEALERS, FOR_ANY
+from sp_bench.plan.documents import Packed
 from sp_bench.plan.fuse import fuse
 from sp_bench.plan.layout import LAYOUTS, Layout
 from sp_bench.plan.mask import Mask
@@ -51,6 +53,8 @@ class Method(ABC):
     in n, h = heads, k = kv_heads / heads and the method's `symbols`."""
     counts_rows: ClassVar[bool] = False
     """Whether the closed form holds under packs of documents, too."""
+    plans_by_rows: ClassVar[bool] = False
+    """Whether its plans depend on which rows the chunks of a pack see of each other, and not on sizes alone."""
     takes_caches: ClassVar[bool] = False
     """Whether it leaves keys where they are, so that it can be used for a decode step (plan.caches)."""
     limit: ClassVar[str] = "any number"
@@ -162,8 +166,19 @@ class Method(ABC):
         return None
 
     def plan(self, problem: Problem, phase: str, costs: CostProfile) -> Plan:
-        """The plan of one phase, for the dealt problem. `costs` are for blocks with all heads, not one slice."""
+        """The plan of one phase, for the dealt problem. `costs` are for blocks with all heads, not one slice.
+
+        Packs of one size that are dealt alike share it: users plan each batch.
+        """
         problem = self.dealt(problem)
+        if not isinstance(problem.mask, Packed) or self.fuse or self.plans_by_rows:
+            return self._made(problem, phase, costs)
+        key = self, phase, costs, *_size(problem, problem.mask)
+        if (found := _OF_PACKS.get(key)) is None:
+            _OF_PACKS[key] = found = self._made(problem, phase, costs)
+        return found
+
+    def _made(self, problem: Problem, phase: str, costs: CostProfile) -> Plan:
         costs = costs.of_a_slice(problem)
         found = self.forward(problem, costs) if phase == "forward" else self.backward(problem, costs)
         return (fuse(found, problem) if self.fuse else found).shared()
@@ -185,6 +200,18 @@ class Method(ABC):
         problem = self.dealt(problem)
         sent = self.chunks_sent(problem, phase)
         return float(sum(count * problem.mean_wire_bytes(tensor) for tensor, count in sent.items()))
+
+
+_OF_PACKS: WeakValueDictionary[Hashable, Plan] = WeakValueDictionary()
+"""The plans of packs that are in use."""
+
+
+def _size(problem: Problem, mask: Packed) -> tuple[Hashable, ...]:
+    """All that a plan can depend on of a problem with a pack: not its documents, but the largest chunks."""
+    plain = (getattr(problem, each.name) for each in fields(problem) if each.name not in ("mask", "layout"))
+    seen = mask.name, mask.causal, mask.windowed, problem.history
+    dealt = problem.layout.name, problem.layout.head_parallel, problem.queries.largest, problem.keys.largest
+    return (*plain, *seen, *dealt)
 
 
 @dataclass(frozen=True, kw_only=True)

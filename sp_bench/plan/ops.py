@@ -23,7 +23,7 @@ from sp_bench.plan.tensors import Field, Tensor
 __all__ = [
     "BLOCKS", "AllGather", "AllToAll", "Attend", "AttendBackward", "Block", "Bundle", "Chunk", "Collective", "Fold",
     "Fused", "Gathered", "GroupCast", "GroupReduce", "Join", "Line", "Op", "Pass", "Place", "Plan", "PlanError",
-    "ReduceScatter", "Round", "RowCollective", "Steps", "Transfer", "TreeReduce", "inner", "outer",
+    "ReduceScatter", "Round", "RowCollective", "Steps", "Transfer", "TreeReduce", "inner", "outer", "relays",
 ]  # fmt: skip
 
 BLOCKS = "blocks"
@@ -255,9 +255,30 @@ class _OfRows(_OfHome):
     """A collective that moves those rows of key chunks that queries see (plan.casts): a message to each member."""
 
     members: tuple[int, ...]
-    """The chunks #u that a rank has to do with, as seen from it; #0 is not among them."""
+    """The chunks #u that a rank has to do with, as seen from it; `own` is not among them."""
     queries: Chunk
     """The rank's queries, which decide which rows: all of them are of this chunk."""
+
+    @property
+    def group(self) -> Group:
+        """The ranks that take part: the home, or the ranks along one of a Grid's rings."""
+        home = self.own.home
+        if isinstance(home, Group):
+            return home
+        return home.inner if self._inside else home.outer
+
+    def shift(self, u: int) -> int:
+        """How far ahead in `group` the rank is that #u has to do with."""
+        if isinstance(self.own.home, Group):
+            return u
+        inward, outward = u % self.own.home.inner.size, u // self.own.home.inner.size
+        return inward if self._inside else outward
+
+    @property
+    def _inside(self) -> bool:
+        """Whether the ranks of a Grid's inner ring take part."""
+        assert isinstance(self.own.home, Grid)
+        return all(u // self.own.home.inner.size == self.own.index // self.own.home.inner.size for u in self.members)
 
     @property
     def of_members(self) -> tuple[Chunk, ...]:
@@ -270,6 +291,10 @@ class GroupCast(_OfRows):
     """Each rank receives, of the chunks #u of its `members`, the rows that its queries see.
 
     Source: MagiAttention (github SandAI-org/MagiAttention). Only a Gathered block reads what came.
+
+    Where `own` is at home in a Grid, it goes along one of its rings. Along the outer ring a rank receives, for all
+    ranks of its inner ring, the rows that any of them sees (relayed). Along the inner ring it passes these on: `own` is
+    then what it received, and #u is that chunk of the rank that holds it.
     """
 
     @property
@@ -304,6 +329,13 @@ class GroupReduce(_OfRows):
 
     def __str__(self) -> str:
         return f"GroupReduce[{self.lane}] {self.own} from ranks whose {self.queries} saw it, {_listed(self.members)}"
+
+
+def relays(chunk: Chunk) -> int:
+    """For how many ranks a rank holds the rows of a chunk that a GroupCast brought: those that any of them sees."""
+    if isinstance(chunk.home, Group) or not chunk.index or chunk.index % chunk.home.inner.size:
+        return 1
+    return chunk.home.inner.size
 
 
 def _listed(members: tuple[int, ...]) -> str:

@@ -168,8 +168,9 @@ class PackBlocks(Blocks):
         # The queries of a run see neighbouring keys, all together.
         first, behind = self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
         change = np.zeros((self.chunks, begin.size + 1), np.int32)
-        np.add.at(change, (chunk, np.searchsorted(begin, first, "right") - 1), 1)
-        np.add.at(change, (chunk, np.searchsorted(begin, behind - 1, "right")), -1)
+        row = chunk * change.shape[1]
+        np.add.at(change.reshape(-1), row + np.searchsorted(begin, first, "right") - 1, np.int32(1))
+        np.add.at(change.reshape(-1), row + np.searchsorted(begin, behind - 1, "right"), np.int32(-1))
         seen = change.cumsum(axis=1)[:, np.argsort(owner, kind="stable")] > 0
         keys, begins = np.unique(np.sort(owner), return_index=True)
         found = np.zeros((self.chunks, self.chunks), bool)

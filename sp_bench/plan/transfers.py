@@ -20,7 +20,8 @@ def peers(op: Transfer) -> list[tuple[Group | Exchange, int]]:
     algorithm (cluster.collectives); it sends as many.
     """
     if isinstance(op, RowCollective):
-        return [(op.group, -u if isinstance(op, GroupCast) else u) for u in op.members]
+        way = -1 if isinstance(op, GroupCast) else 1
+        return [(op.group, way * op.shift(u)) for u in op.members]
     if isinstance(op, TreeReduce):
         return [(each.group, each.shift) for each in op.rounds]
     if isinstance(op, Collective):

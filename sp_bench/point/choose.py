@@ -93,7 +93,9 @@ def choose(request: Request) -> Choice:
     Variants are simulated in order of a lower bound on their time (simulate.bounds). Those whose bound is above the
     best time so far, or that don't fit in memory, are not simulated. Meanwhile cores and links are shared evenly, there
     is no noise, so that no variant is chosen by its random draw, and ranks that are nearly alike are taken for alike
-    (simulate.simulate). The one chosen is simulated again without all that. With `every_variant`, bounds rule out none.
+    (simulate.simulate). Of variants that take as long it is the one that the method names first, the simpler one. The
+    one chosen is simulated again without all that. With `every_variant`, bounds rule out none.
+
     Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
@@ -140,7 +142,7 @@ def _fastest(request: Request, planned: Sequence[Choice]) -> _Fastest:
         a, b = here.method.tile_shape(request.problem.n) or (None, None)
         rows[i] = {"variant": here.variant, "tile_a": a, "tile_b": b, "layout": here.problem.layout.name}
         rows[i] |= {"bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": None}
-        if best and bound_s >= best.total_s and not request.every_variant:
+        if best and (bound_s, i) >= min(timed) and not request.every_variant:
             continue
         peak = account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport)
         rows[i]["peak_mem_bytes"] = peak
@@ -155,7 +157,7 @@ def _fastest(request: Request, planned: Sequence[Choice]) -> _Fastest:
             continue
         rows[i]["step_ms"] = here.total_s * 1e3
         timed.append((here.total_s, i))
-        if best is None or here.total_s < best.total_s:
+        if min(timed) == (here.total_s, i):
             best = here
     if best is None:
         raise refused or _too_large(request, min(row["peak_mem_bytes"] for row in rows.values()))

@@ -251,7 +251,7 @@ class Blocks:
     def _gathered(self, op: Gathered) -> Perform | None:
         keys = keys_of(op, self._problem, self._rank)
         windows = self._calls(keys.regions, shared=True)
-        if not windows:
+        if not windows and (op.forward or not any(keys.counts)):  # rows for neighbours get their gradients here
             return None
         # Place by position -> place as they lie, member by member, and the inverse.
         order, places = (torch.from_numpy(x).to(self._device) for x in (keys.order, keys.order.argsort()))

@@ -137,5 +137,5 @@ class Casting(GroupTransfers):
 
 def _messages(op: RowCollective, rank: int, parts: Sequence[Tensors], way: int) -> list[Message]:
     """(peer, tensors) for each member of which there are rows."""
-    peers = (int(op.group.member(rank, way * u)) for u in op.members)
+    peers = (int(op.group.member(rank, way * op.shift(u))) for u in op.members)
     return [(peer, tensors) for peer, tensors in zip(peers, parts, strict=True) if tensors[0].numel()]

@@ -12,6 +12,7 @@ from sp_bench.analysis.number import Number
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Text
 from sp_bench.analysis.studies import documents
+from sp_bench.analysis.studies.documents import casts as documents_casts
 from sp_bench.analysis.studies.documents import cells as documents_maps
 from sp_bench.analysis.studies.documents import places as documents_grid
 from sp_bench.analysis.studies.documents.places import CLOSE, SPLIT_HEADS, dealt, fastest, step, winner
@@ -75,6 +76,36 @@ def test_equal_documents_stay_whole_and_nothing_is_sent(runs: Runs) -> None:
     for work, least_work, sent, bound, _ in rows.values():
         assert work.kind == bound.kind == "computed"
         assert work.known >= least_work.known - 1e-9 and sent.known >= bound.known
+
+
+def test_what_is_cast_is_what_must_be(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In MagiAttention's setting, at a size that a test has time for; work and rows at 64 and 256 GPUs are in
+    tests/methods/test_group_cast.py.
+    """
+    monkeypatch.setattr(documents_casts, "CAST_GPUS", (16,))
+    ((gpus, _, *cells),) = table_of(documents.even(runs)).rows
+    work, sent, needed, share, step, best, earlier, ratio = cells
+    assert gpus == 16 and best in documents_casts.EARLIER
+    assert work.known <= 1.05 and share.known <= 1.05 and sent.kind == needed.kind == work.kind == "computed"
+    assert ratio.known == pytest.approx(step.known / earlier.known) and ratio.known < 1
+
+
+def test_rows_for_a_node_cross_less_and_never_take_longer_with_split_heads(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents_casts, "RELAYED_GPUS", (16,))
+    for split, _, _, variant, each, levels, *steps, ratio in table_of(documents.relayed(runs)).rows:
+        assert levels.known <= each.known and (split == "yes" or "by 8s" in variant)
+        assert steps[1].known / steps[0].known == pytest.approx(ratio.known)
+        assert split == "no" or ratio.known <= 1
+
+
+def test_queries_that_travel_save_least_where_key_heads_are_few(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
+    monkeypatch.setattr(documents_casts, "TRAVEL_GPUS", 16)
+    rows = {tuple(row[:3]): [cell.known for cell in row[3:]] for row in table_of(documents.travels(runs)).rows}
+    for saved, work, balanced in rows.values():
+        assert 0 <= balanced <= saved <= 100 and work >= 1
+    assert rows[64, 8, 1][0] == 0 < rows[64, 64, 1][0]
 
 
 @pytest.mark.long

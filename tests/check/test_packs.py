@@ -19,7 +19,7 @@ from sp_bench.plan.demand import demand
 from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES, Method
-from sp_bench.plan.ops import Pass, Plan, PlanError
+from sp_bench.plan.ops import Fold, Pass, Plan, PlanError
 from sp_bench.plan.problem import Problem
 from tests.support.packs import packs
 
@@ -95,6 +95,15 @@ def test_messages_name_what_is_missing() -> None:
         patch.setattr(check, "demand", lambda *_: {**wanted, 0: np.zeros(4, bool)})
         with pytest.raises(PlanError, match=r"operation \d+, Attend q#0 x kv#1 into o#0: on rank 1, kv#1 is needed"):
             check.check(plans["forward"], problem)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_what_every_stage_brought_is_folded(phase: str) -> None:
+    """Gradients of all stages of a group cast, not of the first alone."""
+    found = planned("group_cast", "contiguous", Documents((16,)), 4)
+    (plan, problem), *_ = ((plans[phase], p) for method, p, plans in found if method.variant(4).endswith("cast 4 in 2"))
+    folds = [demand(plan, problem)[index] for index, op in plan if isinstance(op, Fold)]
+    assert len(folds) == (2 if phase == "backward" else 0) and all(ranks.all() for ranks in folds)
 
 
 def test_whole_masks_send_everything() -> None:

@@ -22,12 +22,16 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.ops import Gathered, GroupCast
+from sp_bench.plan.ops import Gathered, GroupCast, Plan
+from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import Region, RegionKind, by_keys, rows_in, stacks
+from sp_bench.plan.tensors import KV
+from sp_bench.point.choose import choose
 from sp_bench.reading import read
 from sp_bench.resources import CONF
 from tests.support.packs import packs
+from tests.support.points import point
 from tests.support.seen import seen
 
 
@@ -50,6 +54,7 @@ def key_positions(problem: Problem, chunk: int) -> np.ndarray:
 
 
 METHODS = [("group_cast", {"ulysses": u, "stages": s}) for u, s in ((1, 1), (1, 3), (2, 2))] + [("hybrid_cp", {})]
+RELAYED = [("group_cast", {"ulysses": u, "stages": s, "inner": i}) for u, s, i in ((1, 1, 2), (1, 2, 2), (2, 1, 2))]
 methods = st.sampled_from(METHODS)
 
 
@@ -73,6 +78,32 @@ def test_what_is_sent_is_each_row_that_is_seen_once(pack: Packed, n: int, method
         row = 4 * problem.head_dim * problem.kv_heads // degree
         assert sum(v for (lane, *_), v in sent.items() if lane == "kv") == pytest.approx(total * degree * row / n)
         assert account.volume(plan, problem).payload_bytes == pytest.approx(built.bytes_sent(problem, phase))
+
+
+@given(pack=packs(cached=True), n=st.sampled_from([4, 8, 12]), method=st.sampled_from(RELAYED))
+def test_rows_cross_once_for_neighbours_and_go_on_to_those_that_see_them(pack: Packed, n: int, method: tuple) -> None:
+    """The rows and their bytes on each kind of link, against a dense mask, forward and backward. Plans are proven."""
+    built, near = build(*method), method[1]["inner"]
+    problem = dealt(built, pack, n, pack.seqlen)
+    visible, degree = seen(pack), problem.layout.head_parallel
+    chunks, across, inside = n // degree, 0, 0
+    for kv in range(chunks):
+        sees = [visible[np.ix_(positions(problem, q), key_positions(problem, kv))].any(axis=0) for q in range(chunks)]
+        nodes = [np.any(sees[first : first + near], axis=0) for first in range(0, chunks, near)]
+        across += sum(int(rows.sum()) for node, rows in enumerate(nodes) if node != kv // near)
+        inside += sum(int(rows.sum()) for q, rows in enumerate(sees) if q % near != kv % near)
+    row = 4 * problem.head_dim * problem.kv_heads // degree
+    plans = {phase: built.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
+    check_all(plans, problem)
+    for phase, plan in plans.items():
+        sent = account.volume(plan, problem).sent_bytes
+        for outer, rows in (("outer ", across), ("", inside)):
+            for lane in ("kv", "dkv")[: 1 + (phase == "backward")]:
+                of_lane = sum(v for (name, *_), v in sent.items() if name == outer + lane)
+                assert n * of_lane == pytest.approx(rows * degree * row)
+        assert account.volume(plan, problem).payload_bytes == pytest.approx(built.bytes_sent(problem, phase))
+        crossing = account.sent_across_nodes(plan, problem, lambda ranks: ranks // (near * degree)).sum()
+        assert crossing == pytest.approx(n * sum(v for (name, *_), v in sent.items() if name.startswith("outer ")))
 
 
 @given(pack=packs(cached=True), n=st.sampled_from([1, 3, 8]), method=methods)
@@ -126,15 +157,32 @@ def magi_attention(gpus: int, seed: int = 0) -> Documents:
     return Documents(tuple(read(Histogram, config, "data").lengths_in(8192 * gpus, seed)))
 
 
+def row_bytes_sent(plan: Plan, problem: Problem) -> float:
+    sent = account.volume(plan, problem).sent_bytes
+    return problem.n * sum(each for (lane, *_), each in sent.items() if lane == "kv")
+
+
+def row_bytes_needed(problem: Problem) -> float:
+    """Bytes of the keys that queries see in other chunks, by the mask, on ranks that split the heads."""
+    assert isinstance(problem.blocks, PackBlocks)
+    chunks = problem.n // problem.layout.head_parallel
+    needed = np.array(problem.blocks.keys_seen).reshape(chunks, chunks)
+    np.fill_diagonal(needed, 0)
+    return float(needed.sum()) * sum(problem.token_bytes(x, wire=True) for x in KV.fields)
+
+
 @pytest.mark.parametrize("gpus", [8, 64, 256])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_work_is_even_and_tokens_are_equal(gpus: int, seed: int) -> None:
-    """In MagiAttention's own setting: the busiest rank has at most 1.05 of the mean."""
+    """In MagiAttention's own setting: the busiest rank has at most 1.05 of the mean, and at most 1.05 times the rows
+    that must be sent are.
+    """
     pack = magi_attention(gpus, seed)
     for u in (1, 8):
         problem = dealt(build("group_cast", {"ulysses": u, "stages": 1}), pack, gpus, pack.seqlen)
         plan = build("group_cast", {"ulysses": u, "stages": 1}).plan(problem, "forward", COMPUTE_BOUND)
         assert account.work_imbalance([(1, plan, problem)]) <= 1.05
+        assert row_bytes_sent(plan, problem) <= 1.05 * row_bytes_needed(problem)
         assert np.ptp(problem.layout.chunk_tokens(np.arange(gpus // u), gpus // u, pack.seqlen)) <= 16
 
 
@@ -171,6 +219,15 @@ def test_stages_divide_the_other_groups() -> None:
     assert [op.members for op in plan.ops if isinstance(op, GroupCast)] == [(1, 2), (3, 4), (5, 6, 7)]
 
 
+def test_of_variants_that_take_as_long_the_simpler_one_is_chosen() -> None:
+    """A document of each GPU: nothing is sent, however many stages or levels there are."""
+    pack = ("mask=document", "data=lengths", f"data.lengths={[1024] * 16}".replace(" ", ""), "seqlen=16k")
+    keys = ("method.ulysses=1", "method.layout=contiguous", "heads=8", "cluster=h100_ndr400", "mode=simulate")
+    choice = choose(point("method=group_cast", "gpus=16", *pack, *keys))
+    assert {row["variant"] for row in choice.candidates or []} >= {f"ulysses 1 x cast 16 in {s}" for s in (1, 2, 4)}
+    assert choice.variant == "ulysses 1 x cast 16 in 1"
+
+
 STAIRS = [Region(RegionKind.FULL, range(4 * i, 4 * i + 4), range(10 * (i + 1))) for i in range(3)]
 
 
@@ -186,6 +243,7 @@ def test_stairs_are_cut_along_their_keys() -> None:
     [
         ("method.stages=9", "method.stages=7 or less, or auto, would work"),
         ("method.stages=0", "an integer of at least 1"),
+        ("method.inner=3", "method.inner=3: must divide the 8 groups of ranks with the same heads; one of 1, 2, 4, 8"),
         ("method.chunk=half", "must be auto or an integer"),
         ("method.chunk=64", "chunks of a pack are dealt by the layouts balanced and blocks alone"),
         ("method.ulysses=3", "one of 1, 2, 4, 8 would work"),

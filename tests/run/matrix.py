@@ -54,6 +54,13 @@ def others(n: int) -> list[Case]:
         cases += [
             Case(n=n, method="group_cast", heads=2 * u, options=(("ulysses", u), ("stages", stages))) for stages in cast
         ]
+        relayed = [
+            (near, stages) for near in divisors(n // u)[1:] for stages in cast if stages <= max(n // u // near - 1, 1)
+        ]
+        cases += [
+            Case(n=n, method="group_cast", heads=2 * u, options=(("ulysses", u), ("stages", stages), ("inner", near)))
+            for near, stages in relayed
+        ]
         inner = [w for w in divisors(n // u) if w < n // u or u == n]
         cases += [Case(n=n, method="loongtrain", heads=2 * u, options=(("ulysses", u), ("inner", w))) for w in inner]
     cases += [

@@ -5,4 +5,5 @@ All times are simulated. Work, volumes and bounds on them are computed from the 
 
 from __future__ import annotations
 
+from sp_bench.analysis.studies.documents.casts import even, relayed, travels
 from sp_bench.analysis.studies.documents.cells import bounds, maps, points, shares, winners
