@@ -12,7 +12,7 @@ CONSTRAINTS ?= constraints.txt
 # Tests start several hundred interpreters. Without bytecode each compiles all modules of the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench test test-long test-ci test-all check types floors layout format clean
+.PHONY: bench test test-long test-all check types floors layout format clean
 
 bench: $(VENV)/ready
 	$(RUN) sp_bench method=mesh gpus=4 cluster=local seqlen=8k heads=8 head_dim=64 dtype=float32 iters=5 warmup=1
@@ -22,8 +22,7 @@ bench: $(VENV)/ready
 # keeps all others waiting.
 test: WHICH := and not exhaustive and not long
 test-long: WHICH := and long and not exhaustive
-test-ci: WHICH := and not exhaustive
-test test-long test-ci test-all: $(VENV)/ready
+test test-long test-all: $(VENV)/ready
 	@echo "$@: the tests of ranks, whose output comes at the end, and beside them the rest on $(WORKERS) workers. A dot" \
 	    "is a test, and '$(RUN) pytest tests/plan' runs those of one folder."
 	@mkdir -p build && \

@@ -15,7 +15,7 @@ from sp_bench.resources import ROOT
 from sp_bench.slurm.testcluster import SlurmBox
 from tests.support.typed import Known
 
-SRUN = ["srun", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:3", "--kill-on-bad-exit=1", f"--chdir={ROOT}"]
+SRUN = ["srun", "--nodelist=n[1-2]", "--ntasks-per-node=1", "--gres=gpu:3", "--kill-on-bad-exit=1", f"--chdir={ROOT}"]
 SRUN += [sys.executable, "-m"]
 DOCTOR = ["sp_bench.doctor", "--json", "dtype=float32", "head_dim=16"]
 
