@@ -28,6 +28,7 @@ are simulated; a few are measured on this machine's cores. Beside the report are
 figures/ (PDF, SVG, PNG), notebooks/ (executed) and records/. Points with a record there are not run again.
 
   paper=all             all, or some of: {papers}
+                        (of another study, its page: as study=NAME)
   out=results/report    the folder
   notebooks=true        execute the notebooks too
 
@@ -48,12 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     usage = USAGE.format(papers=_listed(papers()), studies=_listed(studies()))
+    # A study that is no part of the report has a page of its own, by whichever of both names it is asked for.
+    arguments = [f"study={one[6:]}" if one[:6] == "paper=" and one[6:] in _pages() else one for one in arguments]
     name = next((text.removeprefix("study=") for text in arguments if text.startswith("study=")), None)
     if name in studies():
         study = study_named(name)
         usage = f"python -m analysis.reproduce study={name}\n\n{study.module.__doc__}"
         return run_command("analysis.reproduce", usage, lambda given: _page(study, given), arguments)
     return run_command("analysis.reproduce", usage, _report, arguments)
+
+
+def _pages() -> list[str]:
+    """The studies that are no part of the report."""
+    return [name for name in studies() if name not in papers()]
 
 
 def _listed(names: Iterable[str]) -> str:

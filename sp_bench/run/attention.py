@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -165,13 +166,20 @@ class SequenceParallelAttention(torch.nn.Module):
         costs: CostProfile = COMPUTE_BOUND,
         heads: int | None = None,
         kv_heads: int | None = None,
+        scale: float | None = None,
         **method_options: object,
     ) -> None:
         """`mask` is "causal", "full", or a pack of documents (sp_bench.Documents); if empty, `causal` decides.
+        Scores are multiplied by `scale`; None stands for 1 / sqrt(D), the D of keys.
 
-        Raises RequestError for an unknown method, mask, option or kernel, or one that doesn't fit the group.
+        Raises RequestError for an unknown method, mask, option or kernel, or one that doesn't fit the group, and for a
+        scale that is not finite and positive.
         """
         super().__init__()
+        if scale is not None and not 0 < scale < math.inf:
+            rule = "multiplies scores, and must be finite and more than 0"
+            raise RequestError(f"scale={scale}", rule, "leaving it out, for 1 / sqrt(D), would work")
+        self.scale = scale
         self.method = build(method, method_options)
         self.mask = mask if isinstance(mask, Mask) else mask_named(mask or ("causal" if causal else "full"))
         self.group, self.kernel, self.wire_dtype, self.costs = group, kernel, wire_dtype, costs
@@ -224,8 +232,9 @@ class SequenceParallelAttention(torch.nn.Module):
     ) -> Tensor:
         """Attention output of this rank's queries: q (B, S, H, D), k and v (B, S, kv_heads, D) -> (B, S, H, D).
 
-        Values may have fewer elements a head than keys, and the output then has as many as they. Scores are scaled by
-        1 / sqrt(D), the D of keys.
+        Values may have fewer elements a head than keys, and the output then has as many as they. Scores are multiplied
+        by `scale`: kernels multiply them by 1 / sqrt(D), the D of keys, and what is missing is multiplied into q, in
+        its dtype.
         `seqlen` is the global length, by default S * n or that of the documents; pass it if n doesn't divide it.
         `kv_seqlen` is that of keys, history included; pass it if there are more or fewer than queries. Documents and
         windows know theirs.
@@ -240,6 +249,8 @@ class SequenceParallelAttention(torch.nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None, kv_seqlen: int | None, sinks: Tensor | None
     ) -> Tensor:
+        if self.scale is not None and self.scale != q.shape[-1] ** -0.5:
+            q = q * (self.scale * math.sqrt(q.shape[-1]))
         engine = self.engine(q, k, v, seqlen=seqlen, kv_seqlen=kv_seqlen, sinks=sinks)
         if sinks is not None:
             sinks = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)

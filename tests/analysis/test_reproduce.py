@@ -110,6 +110,8 @@ def test_what_goes_wrong_in_a_study_is_the_exit_code(
     assert reproduce.main(["study=tiny", f"pages={tmp_path}"]) == 1
     assert capsys.readouterr().out.endswith("tiny.md\nall of it\n")
     assert "tiny" not in studies.papers()
+    assert reproduce.main(["paper=tiny", f"pages={tmp_path}"]) == 1
+    assert capsys.readouterr().out.endswith("tiny.md\nall of it\n")
 
 
 @pytest.mark.parametrize("name", studies.studies())

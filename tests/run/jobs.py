@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from sp_bench import SequenceParallelAttention
 from sp_bench.plan.method import PHASES
@@ -25,6 +26,7 @@ from tests.support.attention_cases import (
     Inputs,
     Results,
     difference,
+    inputs,
     sinks_of,
     with_sinks,
 )
@@ -45,6 +47,22 @@ def shards(attention: SequenceParallelAttention, whole: Inputs | Results) -> lis
     history = attention.mask.history(seqlen, kv_seqlen)
     of_keys = [name in ("k_BSKD", "v_BSKD", "dk_BSKD", "dv_BSKD") for name in whole._fields]
     return [attention.shard(x, history * keys) for x, keys in zip(whole, of_keys, strict=True)]
+
+
+def scaled(method: str, n: int, scale: float) -> list[float] | None:
+    """How far this rank's out, dq, dk and dv are from torch's attention with that scale, in fp64."""
+    if (group := group_of(n, (method, scale))) is None:
+        return None
+    full = inputs(12 * n, 2, "float64")
+    attention = SequenceParallelAttention(method, group=group, scale=scale)
+    got = attend(attention, full)
+    q, k, v = leaves = [x.detach().clone().requires_grad_() for x in full[:3]]
+    q_BHSD, k_BHSD, v_BHSD = (x.transpose(1, 2) for x in (q, k, v))
+    of_whole = functional.scaled_dot_product_attention(
+        q_BHSD, k_BHSD, v_BHSD, is_causal=True, scale=scale, enable_gqa=True
+    ).transpose(1, 2)
+    wanted = [of_whole.detach(), *torch.autograd.grad(of_whole, leaves, full.dout_BSHD)]
+    return [float((x - attention.shard(y)).abs().max()) for x, y in zip(got, wanted, strict=True)]
 
 
 def find_differences(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]]:

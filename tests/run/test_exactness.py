@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -393,6 +394,20 @@ def test_tokens_are_not_dealt_out_before_the_degree_is_chosen(ranks: Ranks) -> N
             "RequestError: method.ulysses=auto: decides which tokens a rank owns, and must be chosen before they are "
             "dealt out; a number, such as method.ulysses=2, would work"
         ] * 3  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "n"), [("ring", 1), ("zigzag", 2), ("ulysses", 2), ("mesh", 4)])
+@pytest.mark.parametrize("scale", [0.1, 3.0])
+def test_scores_are_multiplied_by_a_scale(ranks: Ranks, method: str, n: int, scale: float) -> None:
+    answers = [each for each in ranks.run(jobs.scaled, method, n, scale) if each is not None]
+    assert len(answers) == n
+    assert max(map(max, answers)) < 1e-12
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_scales_that_are_none_are_refused(scale: float) -> None:
+    with pytest.raises(RequestError, match=f"scale={scale}.*finite and more than 0.*leaving it out"):
+        SequenceParallelAttention("ring", scale=scale)
 
 
 def test_one_process_needs_no_group() -> None:
