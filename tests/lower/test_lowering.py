@@ -117,7 +117,9 @@ def _packed_once(plan: Plan, problem: Problem, chunk: Chunk) -> bool:
     """Whether a reduction reads it, and no rank has it of two kernel calls, by the calls themselves."""
     if not any(chunk in op.reads for op in plan.ops if isinstance(op, ReduceScatter)):
         return False
-    (op,) = (op for op in plan.ops if chunk in op.writes)
+    op, *others = (op for op in plan.ops if chunk in op.writes)
+    if others:
+        return False
     return isinstance(op, AttendBackward | Fused) and all(
         len(_results(op, problem, rank, chunk)) <= 1 for rank in range(problem.n)
     )

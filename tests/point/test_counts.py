@@ -3,7 +3,6 @@
 import gc
 from collections import Counter
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,23 +20,23 @@ from tests.support.points import point
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str], list[Any]]:
-    """A function that returns the list to which all results of a module's function will be added."""
+def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, str], list[Any]]:
+    """A function that returns the list to which all results of a function, of a module or a class, will be added."""
 
-    def watch(module: ModuleType, name: str) -> list[Any]:
-        function, results = getattr(module, name), []
+    def watch(where: object, name: str) -> list[Any]:
+        function, results = getattr(where, name), []
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             results.append(function(*args, **kwargs))
             return results[-1]
 
-        monkeypatch.setattr(module, name, noted)
+        monkeypatch.setattr(where, name, noted)
         return results
 
     return watch
 
 
-def test_a_ring_of_1024_is_simulated_as_the_gpus_of_one_node(watched: Callable[[ModuleType, str], list[Any]]) -> None:
+def test_a_ring_of_1024_is_simulated_as_the_gpus_of_one_node(watched: Callable[[object, str], list[Any]]) -> None:
     """Both layouts, and the one that is chosen with its fastest and its slowest blocks: 16 thousand tasks each."""
     graphs, timings = watched(simulate, "build_graph"), watched(simulate, "solve")
     choose(point("method=ring", "gpus=1024", "seqlen=4M", "phase=forward"))
@@ -49,12 +48,12 @@ def test_a_ring_of_1024_is_simulated_as_the_gpus_of_one_node(watched: Callable[[
 
 
 def test_each_plan_has_at_most_one_dataflow_one_schedule_and_one_list_of_neutral_elements(
-    watched: Callable[[ModuleType, str], list[Any]],
+    watched: Callable[[object, str], list[Any]],
 ) -> None:
     """Whatever the layouts that share it, and however often it is simulated; none if links rule it out."""
     found = watched(choosing, "variants")
     flows, waits = watched(dataflow, "_values"), watched(schedule, "_waits")
-    neutral, moves = watched(demand, "_untouched"), symmetry._rotations.cache_info().misses
+    neutral, moves = watched(demand._Found, "untouched"), symmetry._rotations.cache_info().misses
     choose(point("method=mesh", "gpus=32", "seqlen=64k"))
     (variants,) = found
     plans = {plan for choice in variants for plan in choice.plans.values()}
@@ -66,7 +65,7 @@ def test_each_plan_has_at_most_one_dataflow_one_schedule_and_one_list_of_neutral
 
 
 def test_a_variant_is_simulated_once_and_the_chosen_one_with_its_own_blocks(
-    watched: Callable[[ModuleType, str], list[Any]],
+    watched: Callable[[object, str], list[Any]],
 ) -> None:
     runs, exact = watched(choosing, "simulate"), watched(choosing, "exactly")
     choice = choose(point("method=mesh", "gpus=32", "seqlen=64k"))

@@ -45,7 +45,7 @@ def test_everything_is_built_once(method: str, monkeypatch: pytest.MonkeyPatch) 
     made = [Counter[Plan]() for _ in BUILT]
     counted(monkeypatch, Method, "plan", planned, lambda self, problem, phase, costs: (self, problem, phase))
     counted(monkeypatch, choosing, "lower_bounds", bounded, lambda plan, problem, *_: (plan, problem))
-    counted(monkeypatch, choosing, "work_s", computed, lambda plan, problem, cluster: (plan, problem))
+    counted(monkeypatch, choosing, "work_s", computed, lambda plan, problem, cluster, ranks: (plan, problem))
     counted(monkeypatch, simulate, "build_graph", graphs, lambda *_, nearly_alike=False, **__: nearly_alike)
     for (where, name), seen in zip(BUILT, made, strict=True):
         counted(monkeypatch, where, name, seen, of_plan)

@@ -52,14 +52,10 @@ def others(n: int) -> list[Case]:
         ]
         cast = [stages for stages in (1, 2, 4) if stages == 1 or stages < n // u]
         cases += [
-            Case(n=n, method="group_cast", heads=2 * u, options=(("ulysses", u), ("stages", stages))) for stages in cast
-        ]
-        relayed = [
-            (near, stages) for near in divisors(n // u)[1:] for stages in cast if stages <= max(n // u // near - 1, 1)
-        ]
-        cases += [
             Case(n=n, method="group_cast", heads=2 * u, options=(("ulysses", u), ("stages", stages), ("inner", near)))
-            for near, stages in relayed
+            for near in divisors(n // u)
+            for stages in cast
+            if near == 1 or stages <= max(n // u // near - 1, 1)
         ]
         inner = [w for w in divisors(n // u) if w < n // u or u == n]
         cases += [Case(n=n, method="loongtrain", heads=2 * u, options=(("ulysses", u), ("inner", w))) for w in inner]
