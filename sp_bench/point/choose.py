@@ -23,10 +23,13 @@ from sp_bench.plan.problem import Problem
 from sp_bench.point.collection import uncollected
 from sp_bench.point.request import Request
 from sp_bench.simulate import Run, exactly, simulate
+from sp_bench.simulate import least_s as simulated_least_s
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 from sp_bench.simulate.operations import work_s
 
 FUSED = "fused"
+MANY_RANKS = 128
+"""Ranks from which on simulating all of them takes longer than an estimate by those that are unlike."""
 MOST_LOOKED_AT = 256
 """Ranks of which what they compute is part of a bound: the busiest of them is hardly less busy than that of all."""
 """The word in a variant's name that says that blocks of its plans are fused."""
@@ -350,20 +353,25 @@ def _by_bound(
 ) -> Iterator[tuple[float, int]]:
     """Lower bounds in seconds on the time of the choices, with their indices, the lowest first.
 
-    What ranks compute is part of a bound only where the rest of it is below all times that are known by then, `timed`.
+    What ranks compute is part of a bound only where the rest of it is below all times that are known by then, `timed`;
+    and so is, of many ranks, what simulating one of each kind says (simulate.least_s).
     """
-    sent_s = [{phase: _sent_s(request, choice, phase) for phase in choice.plans} for choice in choices]
-    waiting = [(sum(by_phase.values()), i) for i, by_phase in enumerate(sent_s)]
+    by_phase = [{phase: _sent_s(request, choice, phase) for phase in choice.plans} for choice in choices]
+    waiting = [(sum(bounds_s.values()), i) for i, bounds_s in enumerate(by_phase)]
     heapify(waiting)
-    whole = [len(choices) == 1] * len(choices)
+    refined = [_computed_s]
+    if request.problem.n >= MANY_RANKS and not request.every_variant:
+        refined.append(_estimated_s)
+    left = [refined if len(choices) > 1 else [] for _ in choices]
     while waiting:
         bound_s, i = heappop(waiting)
-        if whole[i] or bound_s >= min(timed, default=(math.inf,))[0]:
+        if not left[i] or bound_s >= min(timed, default=(math.inf,))[0]:
             yield bound_s, i
         else:
-            whole[i] = True
-            each = (max(sent, _computed_s(request, choices[i], phase)) for phase, sent in sent_s[i].items())
-            heappush(waiting, (sum(each), i))
+            more_s, *left[i] = left[i]
+            for phase, known_s in by_phase[i].items():
+                by_phase[i][phase] = max(known_s, more_s(request, choices[i], phase))
+            heappush(waiting, (sum(by_phase[i].values()), i))
 
 
 def least_s(request: Request) -> float:
@@ -382,6 +390,11 @@ def _sent_s(request: Request, choice: Choice, phase: str) -> float:
     problem, cluster, plan = choice.problem, request.cluster, choice.plans[phase]
     crossing = link_bytes(cluster.network(problem.n), account.traffic(plan, problem, cluster))
     return max(lower_bounds(plan, problem, cluster, crossing, 0.0).values())
+
+
+def _estimated_s(request: Request, choice: Choice, phase: str) -> float:
+    """Less than the simulated time of a phase, by one rank of each kind."""
+    return simulated_least_s(choice.plans[phase], choice.problem, request.cluster)
 
 
 def _computed_s(request: Request, choice: Choice, phase: str) -> float:

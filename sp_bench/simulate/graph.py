@@ -49,6 +49,8 @@ MAX_TASKS = 12_000_000
 NEARLY = 0.1
 """Ranks may be taken for alike if their blocks differ by this share. A zigzag ring's blocks of half the queries take up
 to 8% longer than those of half the keys."""
+FEWER = 4
+"""How many times as many ranks a graph has that is worth replacing by an estimate."""
 LATER_WEIGHT = 1e3
 """The weight of bytes that links carry after their message (Wire.later_bytes): messages, of about 1, go first."""
 
@@ -125,6 +127,17 @@ def build_graph(
     With `nearly_alike`, also where blocks of them differ by NEARLY.
     """
     return _Builder(plan, problem, cluster, use_symmetry, NEARLY if nearly_alike else 0.0).build()
+
+
+def build_as_alike(plan: Plan, problem: Problem, cluster: Cluster) -> PlanGraph | None:
+    """The task graph of one rank of each kind, where ranks with the same peers and links are of a kind, however long
+    their blocks take. None where that is hardly fewer than build_graph has with nearly alike ranks.
+    """
+    nearly = _Builder(plan, problem, cluster, True, NEARLY)
+    if FEWER * nearly.ranks.size <= problem.n:
+        return None
+    alike = _Builder(plan, problem, cluster, True, 1.0)
+    return alike.build() if FEWER * alike.ranks.size <= nearly.ranks.size else None
 
 
 class PipelinedStart(NamedTuple):

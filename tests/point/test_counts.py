@@ -123,3 +123,28 @@ def test_python_looks_for_no_garbage_while_variants_are_chosen(monkeypatch: pyte
     with pytest.raises(RequestError), uncollected():
         raise RequestError("a", "b", "c")
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ulysses_all_gather", "tasp"])
+def test_estimates_by_one_rank_of_each_kind_rule_out_only_slower_variants(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on many GPUs, where all ranks would have to be simulated for each."""
+    keys = (f"method={method}", "gpus=32", "seqlen=64k")
+    as_it_is = choose(point(*keys))
+    monkeypatch.setattr(choosing, "MANY_RANKS", 2)
+    estimates = list[float]()
+    estimated = choosing.simulated_least_s
+
+    def noted(*args: Any) -> float:
+        estimates.append(estimated(*args))
+        return estimates[-1]
+
+    monkeypatch.setattr(choosing, "simulated_least_s", noted)
+    found = choose(point(*keys))
+    assert (found.variant, found.problem, found.total_s) == (as_it_is.variant, as_it_is.problem, as_it_is.total_s)
+    assert (method != "all_gather") or any(estimates)
+    assert found.candidates is not None and as_it_is.candidates is not None
+    for now, before in zip(found.candidates, as_it_is.candidates, strict=True):
+        assert before["step_ms"] is None or now["bound_ms"] <= before["step_ms"] * (1 + 1e-9)
+        assert now["step_ms"] in (None, before["step_ms"])
