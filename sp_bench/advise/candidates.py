@@ -141,7 +141,8 @@ def _found(question: Question, every: bool, answered: Callable[[list[Question]],
     ]
     limit_ms = HOPELESS * max(ends_ms, default=math.inf)
     found.hopeless = {name: ms for name in names[AT_FIRST:] if (ms := least_ms.get(name, 0.0)) > limit_ms}
-    if others := [name for name in names[AT_FIRST:] if name not in found.hopeless]:
+    # Those that are far from the bounds of others have most to simulate: the longest goes first.
+    if others := [name for name in reversed(names[AT_FIRST:]) if name not in found.hopeless]:
         rest = of(others)
         found.refused |= rest.refused
         found.feasible = sorted([*found.feasible, *rest.feasible], key=lambda each: each.time.step_ms)
