@@ -19,7 +19,7 @@ from sp_bench.cluster import Cluster
 from sp_bench.lower import NCCL, Lowering, TensorSpec, TransportKind, lower
 from sp_bench.plan.block_classes import block_classes
 from sp_bench.plan.caches import CacheBlocks
-from sp_bench.plan.casts import rows_read, works_of
+from sp_bench.plan.cast_rows import rows_read, works_of
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import demand, untouched_partials
 from sp_bench.plan.groups import Exchange, Group

@@ -135,17 +135,15 @@ def _found(question: Question, every: bool, answered: Callable[[list[Question]],
     if not least_ms:
         return of(question.methods)
     names = sorted(question.methods, key=lambda name: least_ms.get(name, math.inf))
-    found = of(names[:AT_FIRST])
-    ends_ms = [
-        each.time.high_ms or each.time.step_ms for some in (found.tied, found.tied_validated) for each in some[:1]
-    ]
-    limit_ms = HOPELESS * max(ends_ms, default=math.inf)
-    found.hopeless = {name: ms for name in names[AT_FIRST:] if (ms := least_ms.get(name, 0.0)) > limit_ms}
-    # Those that are far from the bounds of others have most to simulate: the longest goes first.
-    if others := [name for name in reversed(names[AT_FIRST:]) if name not in found.hopeless]:
-        rest = of(others)
+    found, others = of(names[:AT_FIRST]), names[AT_FIRST:]
+    firsts = [some[0].time for some in (found.tied, found.tied_validated) if some]
+    limit_ms = HOPELESS * max((time.high_ms or time.step_ms for time in firsts), default=math.inf)
+    found.hopeless = {name: least_ms[name] for name in others if least_ms.get(name, 0.0) > limit_ms}
+    # Slow methods have most to simulate: they go first, so that no process waits for the last of them.
+    if hopeful := [name for name in reversed(others) if name not in found.hopeless]:
+        rest = of(hopeful)
         found.refused |= rest.refused
-        found.feasible = sorted([*found.feasible, *rest.feasible], key=lambda each: each.time.step_ms)
+        found.feasible = sorted([*found.feasible, *rest.feasible], key=_step_ms)
     return found
 
 
@@ -153,8 +151,7 @@ def _least_ms(question: Question, mapped: Map) -> dict[str, float]:
     """A lower bound on the step of each method that can serve it, in ms; empty where that is not worth its time."""
     with Composer() as composer:
         names = [name for name in of_workload(composer, question.overrides) if name in question.methods]
-        points = [composer.points(for_method(question.overrides, name), sweep=False)[0] for name in names]
-        configs = [composer.compose(point) for point in points]
+        configs = [composed(composer, question.overrides, name) for name in names]
     if not configs or decodes(configs[0]) or Given.of(configs[0]).values.gpus <= ALL_SIMULATED:
         return {}
     found = zip(names, mapped(_least, configs), strict=True)
@@ -178,14 +175,13 @@ def answers(
         candidates = of_workload(composer, questions[0].overrides)
         asked = [(i, name) for i, one in enumerate(questions) for name in one.methods if name in candidates]
 
-        def composed() -> Iterator[dict[str, Any]]:
+        def each_composed() -> Iterator[dict[str, Any]]:
             for i, name in asked:
-                (point,) = composer.points(for_method(questions[i].overrides, name), sweep=False)
-                configs.append(composer.compose(point))
+                configs.append(composed(composer, questions[i].overrides, name))
                 yield configs[-1]
 
         found: dict[int, Answer] = {}
-        for number, (tried, (i, name)) in enumerate(zip(mapped(_tried, composed()), asked, strict=True)):
+        for number, (tried, (i, name)) in enumerate(zip(mapped(_tried, each_composed()), asked, strict=True)):
             here = found.setdefault(i, Answer(configs[number]))
             if isinstance(tried, RequestError):
                 here.refused[name] = str(tried)
@@ -195,14 +191,23 @@ def answers(
             done(Done(name, number + 1, len(asked), None if name in here.refused else here.feasible[-1].time.step_ms))
     for here in found.values():
         here.feasible = [each for each in here.feasible if each.method.name not in here.refused]
-        here.feasible.sort(key=lambda each: each.time.step_ms)
+        here.feasible.sort(key=_step_ms)
     return [found[i] for i in range(len(questions))]
+
+
+def composed(composer: Composer, overrides: Sequence[str], name: str) -> dict[str, Any]:
+    """The config of a question's overrides with one method."""
+    (point,) = composer.points(for_method(overrides, name), sweep=False)
+    return composer.compose(point)
+
+
+def _step_ms(each: Feasible) -> float:
+    return each.time.step_ms
 
 
 def of_workload(composer: Composer, overrides: Sequence[str]) -> list[str]:
     """The methods to try for a question: in a decode step those that leave caches where they are, else all others."""
-    (point,) = composer.points(for_method(overrides, "ring"), sweep=False)
-    if decodes(composer.compose(point)):
+    if decodes(composed(composer, overrides, "ring")):
         return [name for name, method in REGISTRY.items() if method.takes_caches]
     return [name for name in REGISTRY if name not in LEFT_OUT]
 

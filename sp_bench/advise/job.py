@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sp_bench.advise.candidates import for_method
+from sp_bench.advise.candidates import composed
 from sp_bench.advise.progress import Done, Show, unseen
 from sp_bench.advise.workers import Map
 from sp_bench.cli.compose import Composer
@@ -157,8 +157,7 @@ def _config(composer: Composer, overrides: Sequence[str], case: Case) -> dict[st
     keys = {override.partition("=")[0] for override in overrides}
     way = {"train.recompute": case.way.removesuffix("+"), "train.offload": str(case.way.endswith("+")).lower()}
     more = [f"{key}={value}" for key, value in way.items() if key not in keys]
-    (point,) = composer.points(for_method([*overrides, *case.split.overrides, *more], case.method), sweep=False)
-    return composer.compose(point)
+    return composed(composer, [*overrides, *case.split.overrides, *more], case.method)
 
 
 def _ways(overrides: Sequence[str], config: Mapping[str, Any]) -> list[str]:

@@ -111,7 +111,8 @@ class Composer(ExitStack):
             content = pickle.loads(_composed((*shared, *self._search)))
             if by_itself:
                 content["method"] = yaml_of(method)
-            config = _touched(content, others := [override for override in parsed if override not in of_hydra])
+            others = [override for override in parsed if override not in of_hydra]
+            config = _touched(content, others)
             for override in others:
                 group, _, key = override.key_or_group.partition(".")
                 optional = group in SECTIONS and has_key(SECTIONS[group], key)

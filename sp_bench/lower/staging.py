@@ -7,7 +7,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from sp_bench.lower.transports import TransportKind
-from sp_bench.plan import casts
+from sp_bench.plan import cast_rows
 from sp_bench.plan.block_classes import of_held_keys, of_one_region
 from sp_bench.plan.dataflow import Value, dataflow
 from sp_bench.plan.ops import (
@@ -167,7 +167,7 @@ def chunk_specs(problem: Problem, tensor: Tensor, *, wire: bool) -> tuple[Tensor
 
 def rows_specs(problem: Problem, op: RowCollective, *, sent: bool) -> tuple[TensorSpec, ...]:
     """Shape and dtype of each field of the rows of the rank that sends, or receives, most of them."""
-    rows = casts.most_rows(op, problem, sent=sent)
+    rows = cast_rows.most_rows(op, problem, sent=sent)
     return tuple(TensorSpec(problem.field_shape(f, rows), problem.field_dtype(f, wire=True)) for f in op.tensor.fields)
 
 

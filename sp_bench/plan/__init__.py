@@ -1,7 +1,8 @@
 """The plan vocabulary: all that a method imports from the suite. Pure Python, no torch."""
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.casts import members_seen, rows_seen_elsewhere
+from sp_bench.plan.cast_rows import members_seen
+from sp_bench.plan.casts import rows_seen_elsewhere
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.dealers import DEALERS, Dealt
 from sp_bench.plan.fuse import one_block

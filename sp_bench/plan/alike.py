@@ -66,9 +66,8 @@ class Alike:
             return codes
         if (moves & (kv.tokens > 1) & (kv.step != step)).any():
             return None
-        ahead = -(
-            (kv.start - start - 1) // step
-        )  # keys that the first query would see, if the run went on to both sides
+        # How many keys of a run the first query would see, if the run went on to both sides.
+        ahead = -((kv.start - start - 1) // step)
         each = np.where(moves, ahead * _MANY + kv.tokens, -_MANY * _MANY)
         most = int(moves.sum(axis=-1).max())
         each = np.sort(each, axis=-1)[:, :, each.shape[-1] - most :]

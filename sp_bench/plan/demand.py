@@ -109,6 +109,10 @@ class _Sent(NamedTuple):
     writes: tuple[int, ...]
 
 
+_Op = tuple[_Block, ...] | _Pass | _Collective | _Fold | _Bundle
+_OfPartials = tuple[_Block, ...] | _Sent | _Fold
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """A plan's operations with numbers in the place of chunks."""
@@ -116,16 +120,16 @@ class Program:
     n: int
     chunks: tuple[Chunk, ...]
     """The chunk of each number."""
-    ops: tuple[tuple[int, tuple[_Block, ...] | _Pass | _Collective | _Fold | _Bundle], ...]
+    ops: tuple[tuple[int, _Op], ...]
     """By index. Operations that neither ask for a chunk nor fill one are left out."""
-    partials: tuple[tuple[int, tuple[_Block, ...] | _Sent | _Fold], ...]
+    partials: tuple[tuple[int, _OfPartials], ...]
     """By index, as they concern what partials have in them."""
     starts_with: tuple[int, ...]
     kept: frozenset[int]
 
     @property
     def everyone(self) -> Ranks:
-        """All ranks."""
+        """The set of all ranks."""
         return (1 << self.n) - 1
 
 
@@ -136,7 +140,7 @@ def _program(plan: Plan) -> Program:
     if plan in _PROGRAMS:
         return _PROGRAMS[plan]
     numbers, moves, rows = dict[Chunk, int](), dict[tuple[Group | Exchange, int], Move](), 0
-    ops, partials = list[tuple[int, object]](), list[tuple[int, object]]()
+    ops, partials = list[tuple[int, _Op]](), list[tuple[int, _OfPartials]]()
 
     def number(chunk: Chunk) -> int:
         return numbers.setdefault(chunk, len(numbers))
@@ -181,7 +185,7 @@ def _program(plan: Plan) -> Program:
                 ops.append((index, _Bundle(several(op.parts), number(op.into))))
             partials.append((index, _Sent(False, (), (), several(op.writes))))
     starts, kept = several(plan.starts_with), frozenset(several(plan.kept))
-    _PROGRAMS[plan] = found = Program(plan.n, tuple(numbers), tuple(ops), tuple(partials), starts, kept)  # pyright: ignore[reportArgumentType]
+    _PROGRAMS[plan] = found = Program(plan.n, tuple(numbers), tuple(ops), tuple(partials), starts, kept)
     return found
 
 

@@ -300,6 +300,17 @@ def _joined(regions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return firsts, by_keys[np.append(begins[1:], by_keys.size) - 1], place
 
 
+def covered(row: np.ndarray, first: np.ndarray, stop: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Whether intervals of columns, (intervals,) each, cover a cell of a table of this shape: (rows, columns)."""
+    rows, columns = shape
+    fits = np.int16 if row.size < np.iinfo(np.int16).max else np.int32
+    change = np.zeros((rows, columns + 1), fits)
+    start = row * change.shape[1]
+    np.add.at(change.reshape(-1), start + first, fits(1))
+    np.add.at(change.reshape(-1), start + stop, fits(-1))
+    return change[:, :-1].cumsum(axis=1, dtype=fits) > 0
+
+
 def pair_counts(
     owner: np.ndarray, key_owner: np.ndarray, chunks: int, first: np.ndarray, stop: np.ndarray
 ) -> np.ndarray:

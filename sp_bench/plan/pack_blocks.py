@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from sp_bench.plan import dealers
-from sp_bench.plan.intervals import Runs, Sight, pair_counts, regions_of_runs, runs_of
+from sp_bench.plan.intervals import Runs, Sight, covered, pair_counts, regions_of_runs, runs_of
 from sp_bench.plan.layout import Positions, Shards
 from sp_bench.plan.mask import Blocks, Mask, Part
 from sp_bench.plan.regions import Regions
@@ -167,11 +167,8 @@ class PackBlocks(Blocks):
         (chunk, start, stop), (owner, begin, _) = self._neighbours
         # The queries of a run see neighbouring keys, all together.
         first, behind = self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
-        change = np.zeros((self.chunks, begin.size + 1), np.int32)
-        row = chunk * change.shape[1]
-        np.add.at(change.reshape(-1), row + np.searchsorted(begin, first, "right") - 1, np.int32(1))
-        np.add.at(change.reshape(-1), row + np.searchsorted(begin, behind - 1, "right"), np.int32(-1))
-        seen = change.cumsum(axis=1)[:, np.argsort(owner, kind="stable")] > 0
+        ends = np.searchsorted(begin, first, "right") - 1, np.searchsorted(begin, behind - 1, "right")
+        seen = covered(chunk, *ends, (self.chunks, begin.size))[:, np.argsort(owner, kind="stable")]
         keys, begins = np.unique(np.sort(owner), return_index=True)
         found = np.zeros((self.chunks, self.chunks), bool)
         found[:, keys] = np.logical_or.reduceat(seen, begins, axis=1)

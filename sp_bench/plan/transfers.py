@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from sp_bench.plan.casts import rows_moved
+from sp_bench.plan.cast_rows import rows_moved
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import AllToAll, Collective, GroupCast, Pass, RowCollective, Transfer, TreeReduce
 from sp_bench.plan.problem import Problem

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush
 from typing import Any
-
-import numpy as np
 
 from sp_bench import account
 from sp_bench.cluster import Cluster
@@ -22,16 +18,10 @@ from sp_bench.plan.ops import Fused, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.point.collection import uncollected
 from sp_bench.point.request import Request
+from sp_bench.point.variant_bounds import by_bound, sent_s
 from sp_bench.simulate import Run, exactly, simulate
-from sp_bench.simulate import least_s as simulated_least_s
-from sp_bench.simulate.bounds import link_bytes, lower_bounds
-from sp_bench.simulate.operations import work_s
 
 FUSED = "fused"
-MANY_RANKS = 128
-"""Ranks from which on simulating all of them takes longer than an estimate by those that are unlike."""
-MOST_LOOKED_AT = 256
-"""Ranks of which what they compute is part of a bound: the busiest of them is hardly less busy than that of all."""
 """The word in a variant's name that says that blocks of its plans are fused."""
 
 
@@ -140,7 +130,8 @@ def _fastest(request: Request, planned: Sequence[Choice]) -> _Fastest:
     timed: list[tuple[float, int]] = []
     rows: dict[int, dict[str, Any]] = {}
     refused: RequestError | None = None
-    for bound_s, i in _by_bound(asked, planned, timed):
+    bounded = [(one.problem, one.plans) for one in planned]
+    for bound_s, i in by_bound(asked.cluster, bounded, timed, estimates=not request.every_variant):
         here = planned[i]
         a, b = here.method.tile_shape(request.problem.n) or (None, None)
         rows[i] = {"variant": here.variant, "tile_a": a, "tile_b": b, "layout": here.problem.layout.name}
@@ -177,12 +168,30 @@ def _fastest(request: Request, planned: Sequence[Choice]) -> _Fastest:
 
 @uncollected()
 def choose_attentions(request: Request) -> Choice:
-    """`choose` of each attention of the request's step; the last one's choice has the others. Raises as choose does.
+    """`choose` of each attention of the request's step, of what fits the device beside what is held for others. The
+    last one's choice has the others. Raises as choose does.
 
     Attentions of the same tokens (Workload.in_one_layout) have the layout in which all that a step executes of them
     takes least; each has its own variant there.
     """
-    return chosen_of([replace(request, problem=each) for each in request.workload.attentions(request.problem)])
+    return chosen_of([_beside_others(request, each) for each in request.workload.attentions(request.problem)])
+
+
+def _beside_others(request: Request, attention: Problem) -> Request:
+    """The request for one of a step's attentions, on a device with the memory that others leave it."""
+    asked, device = replace(request, problem=attention), request.cluster.device
+    beside = request.workload.beside_bytes(request.problem, attention)
+    if not beside or device.memory_bytes is None:
+        return asked
+    rest = device.memory_bytes - beside
+    if rest <= 0:
+        rule = f"other layers' caches have {beside / 1e9:.4g} GB on a GPU, and {device.name} has "
+        raise DeviceMemoryError(
+            f"{attention.keys.seqlen} keys in a layer's caches on gpus={attention.n}",
+            f"{rule}{device.memory_bytes / 1e9:.4g}",
+            "more GPUs, fewer sequences or shorter caches would work",
+        )
+    return replace(asked, cluster=replace(request.cluster, device=replace(device, memory_bytes=rest)))
 
 
 def chosen_of(asked: Sequence[Request]) -> Choice:
@@ -196,9 +205,9 @@ def _in_one_layout(asked: Sequence[Request]) -> list[Choice]:
     first = asked[0]
     assert isinstance(first.method, Method), "a peer has no plans to choose among"
     layouts = _layouts(first.method, [request.problem for request in asked])
-    of_problem = {request.problem: request for request in asked}
-    of_problem = {each: variants(request, [first.method], layouts) for each, request in of_problem.items()}
-    planned = [of_problem[request.problem] for request in asked]
+    alike = {request.problem: request for request in asked}
+    of_each = {problem: variants(request, [first.method], layouts) for problem, request in alike.items()}
+    planned = [of_each[request.problem] for request in asked]
     fastest = _Alike()
     found: list[tuple[float, list[Choice]]] = []
     refused: RequestError | None = None
@@ -348,32 +357,6 @@ def costs_for(request: Request, problem: Problem) -> CostProfile:
     return request.cluster.profile(replace(request.problem, layout=layout, padded=problem.padded))
 
 
-def _by_bound(
-    request: Request, choices: Sequence[Choice], timed: Sequence[tuple[float, int]]
-) -> Iterator[tuple[float, int]]:
-    """Lower bounds in seconds on the time of the choices, with their indices, the lowest first.
-
-    What ranks compute is part of a bound only where the rest of it is below all times that are known by then, `timed`;
-    and so is, of many ranks, what simulating one of each kind says (simulate.least_s).
-    """
-    by_phase = [{phase: _sent_s(request, choice, phase) for phase in choice.plans} for choice in choices]
-    waiting = [(sum(bounds_s.values()), i) for i, bounds_s in enumerate(by_phase)]
-    heapify(waiting)
-    refined = [_computed_s]
-    if request.problem.n >= MANY_RANKS and not request.every_variant:
-        refined.append(_estimated_s)
-    left = [refined if len(choices) > 1 else [] for _ in choices]
-    while waiting:
-        bound_s, i = heappop(waiting)
-        if not left[i] or bound_s >= min(timed, default=(math.inf,))[0]:
-            yield bound_s, i
-        else:
-            more_s, *left[i] = left[i]
-            for phase, known_s in by_phase[i].items():
-                by_phase[i][phase] = max(known_s, more_s(request, choices[i], phase))
-            heappush(waiting, (sum(by_phase[i].values()), i))
-
-
 def least_s(request: Request) -> float:
     """A lower bound in seconds on the step of a request's fastest variant, by what links carry: nothing is simulated.
 
@@ -382,27 +365,4 @@ def least_s(request: Request) -> float:
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
     asked = replace(request, cluster=request.cluster.even)
     planned = variants(asked, [request.method])
-    return min(sum(_sent_s(asked, choice, phase) for phase in choice.plans) for choice in planned)
-
-
-def _sent_s(request: Request, choice: Choice, phase: str) -> float:
-    """A lower bound on the time of a phase by what it sends."""
-    problem, cluster, plan = choice.problem, request.cluster, choice.plans[phase]
-    crossing = link_bytes(cluster.network(problem.n), account.traffic(plan, problem, cluster))
-    return max(lower_bounds(plan, problem, cluster, crossing, 0.0).values())
-
-
-def _estimated_s(request: Request, choice: Choice, phase: str) -> float:
-    """Less than the simulated time of a phase, by one rank of each kind."""
-    return simulated_least_s(choice.plans[phase], choice.problem, request.cluster)
-
-
-def _computed_s(request: Request, choice: Choice, phase: str) -> float:
-    """A lower bound on the time of a phase by what the busiest rank computes, of MOST_LOOKED_AT of them."""
-    cluster = request.cluster
-    if cluster.stragglers.jitter:  # noise may make blocks faster than their figures
-        return 0.0
-    n = choice.problem.n
-    some = n if cluster.shared_cores(n) else min(n, MOST_LOOKED_AT)
-    ranks = np.arange(n)[:: -(-n // some) | 1]  # of a tile not always the same columns
-    return cluster.least_compute_s(work_s(choice.plans[phase], choice.problem, cluster, ranks))
+    return min(sum(sent_s(plan, one.problem, asked.cluster) for plan in one.plans.values()) for one in planned)

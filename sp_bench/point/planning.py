@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from statistics import median
 
 from sp_bench.lower import TransportKind, lower
-from sp_bench.plan.casts import find_regions, keys_of, rows_from, rows_to
+from sp_bench.plan.cast_rows import find_regions, keys_of, rows_from, rows_to
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.demand import demand, untouched_partials
 from sp_bench.plan.documents import Packed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.ops import BLOCKS
 from sp_bench.point.backing import Validation, validated
-from sp_bench.point.choose import Choice, DeviceMemoryError, chosen_of
+from sp_bench.point.choose import Choice, choose_attentions
 from sp_bench.point.counted import counted, rates
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
@@ -38,10 +37,8 @@ def least_compute_s(request: Request) -> float:
 
     Raises RequestError if no plan fits in memory, or it is too large to simulate.
     """
-    found = [
-        times * request.cluster.least_compute_s(run.work_s) for _, times, run in _executed(request, chosen(request))
-    ]
-    return sum(found)
+    executed = _executed(request, choose_attentions(request))
+    return sum(times * request.cluster.least_compute_s(run.work_s) for _, times, run in executed)
 
 
 def phases_ms(request: Request, cluster: Cluster) -> dict[str, float]:
@@ -49,36 +46,13 @@ def phases_ms(request: Request, cluster: Cluster) -> dict[str, float]:
 
     Raises RequestError as least_compute_s does.
     """
-    choice = chosen(request)
+    choice = choose_attentions(request)
     found = {name: 1e3 * _summed_s(request, name, cluster) for name in choice.plans}
     for i, each in enumerate(choice.attentions):
         for name, plan in each.plans.items():
             times = request.workload.executions(i)[name]
             found[name] += 1e3 * times * simulate(plan, each.problem, cluster).makespan_s
     return found
-
-
-def chosen(request: Request) -> Choice:
-    """The variant of each of the step's attentions, the last one's with the others, of those that fit the device beside
-    what is held for others.
-
-    Raises RequestError as `choose` does.
-    """
-    workload, device = request.workload, request.cluster.device
-    asked: list[Request] = []
-    for each in workload.attentions(request.problem):
-        beside = workload.beside_bytes(request.problem, each)
-        rest = (device.memory_bytes or math.inf) - beside
-        if rest <= 0:
-            rule = f"other layers' caches have {beside / 1e9:.4g} GB on a GPU, and {device.name} has "
-            raise DeviceMemoryError(
-                f"{each.keys.seqlen} keys in a layer's caches on gpus={each.n}",
-                f"{rule}{(device.memory_bytes or 0) / 1e9:.4g}",
-                "more GPUs, fewer sequences or shorter caches would work",
-            )
-        fits = replace(device, memory_bytes=rest) if beside and device.memory_bytes else device
-        asked.append(replace(request, problem=each, cluster=replace(request.cluster, device=fits)))
-    return chosen_of(asked)
 
 
 def _executed(request: Request, choice: Choice) -> list[tuple[str, int, Run]]:
@@ -106,7 +80,7 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
 
     The chosen plans are proven before their time is recorded. It is one value, so the record has no spread.
     """
-    choice = chosen(request)
+    choice = choose_attentions(request)
     for each in choice.attentions:
         check_all(each.plans, each.problem)
     plans, executed = counted(request, choice), _executed(request, choice)

@@ -13,7 +13,7 @@ from sp_bench.kernels import BlockKernel
 from sp_bench.kernels.fold import in_dtype
 from sp_bench.kernels.pieces import Pieces, calls
 from sp_bench.kernels.row_sums import projection, row_sums
-from sp_bench.plan.casts import keys_of
+from sp_bench.plan.cast_rows import keys_of
 from sp_bench.plan.dataflow import row_sums_released
 from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Fused, Gathered, Op, Place, Plan, RowSums
 from sp_bench.plan.problem import Problem
@@ -27,7 +27,7 @@ from sp_bench.run.fused import cut, end_to_end, operands
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.latents import Expanding, Latents
 from sp_bench.run.makings import Together, is_one_making
-from sp_bench.run.partials import Rows, Sum, Sums, Tensors, tokens_of
+from sp_bench.run.partials import Rows, Sum, Sums, Tensors, add_rows, tokens_of
 from sp_bench.run.slices import one_slice
 
 Perform = Callable[[Execution], None]
@@ -157,21 +157,24 @@ class Blocks:
 
         return attend_backward if windows else None
 
-    def _together(self, queries: Chunk, windows: Sequence[Window]) -> Together | None:
-        """The keys of a block's calls where they are made of latents, and some of them are for several calls."""
+    def _with_keys(
+        self, queries: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
+    ) -> tuple[BlockKernel | Expanding, list[_Take], Together | None, _Take | None]:
+        """(the kernel of a block's calls, what takes each call's keys; where these are made of latents, and some of
+        them for several calls, how they are made together, and what takes the latents).
+        """
         kernel, calls = self._kernel_of(queries), [(window.kv, window.kind) for window in windows]
         if not isinstance(kernel, Expanding) or not calls or is_one_making(calls):
-            return None
-        return Together(kernel, calls, self._device, getattr(torch, self._problem.accumulate_dtype))
+            return kernel, [take(rows) for rows, _ in calls], None, None
+        together = Together(kernel, calls, self._device, getattr(torch, self._problem.accumulate_dtype))
+        takes = [_made(together.take(call)) for call in range(len(calls))]
+        return together.kernel, takes, together, take(together.rows)
 
     def _forward(
         self, q_chunk: Chunk, o: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
     ) -> Callable[[Execution, Tensors], None]:
         """A function that computes and folds O of windows, given the keys and values that `take` takes rows out of."""
-        together = self._together(q_chunk, windows)
-        kernel = together.kernel if together else self._kernel_of(q_chunk)
-        takes = [_made(together.take(i)) if together else take(w.kv) for i, w in enumerate(windows)]
-        latents = take(together.rows) if together else None
+        kernel, takes, together, latents = self._with_keys(q_chunk, windows, take)
         calls = zip(windows, takes, strict=True)
         bound = [(self._take(q_chunk, w.q), take_kv, w.kind, self._sums.at(o, w.q)) for w, take_kv in calls]
 
@@ -205,10 +208,7 @@ class Blocks:
         """A function that computes and adds dQ of windows, and the key rows of the gradients that it has. Its last
         argument adds one of these, (dk, dv), by number.
         """
-        together = self._together(q_chunk, windows)
-        kernel = together.kernel if together else self._kernel_of(q_chunk)
-        takes = [_made(together.take(i)) if together else take(w.kv) for i, w in enumerate(windows)]
-        latents = take(together.rows) if together else None
+        kernel, takes, together, latents = self._with_keys(q_chunk, windows, take)
         bound = [
             (number, self._take(q_chunk, w.q), take_kv, w.kind, self._sums.at(dq_chunk, w.q))
             for number, (w, take_kv) in enumerate(zip(windows, takes, strict=True))
@@ -279,7 +279,7 @@ class Blocks:
 
         def row_gradients(run: Execution, kv: Tensors) -> list[torch.Tensor]:
             sums = tuple(torch.zeros_like(x, dtype=dtype) for x in kv)
-            backward(run, kv, lambda result, part: _add_rows(sums, rows[result], part), sums)
+            backward(run, kv, lambda result, part: add_rows(sums, rows[result], part), sums)
             return [*sums]
 
         def gathered_backward(run: Execution) -> None:
@@ -481,15 +481,6 @@ def _rows_of(rows: Rows) -> _Take:
 def _made(take: Callable[[Tensors], Tensors]) -> _Take:
     """A function that takes rows out of what was made."""
     return lambda held, tensors: take(tensors)
-
-
-def _add_rows(sums: Tensors, rows: Rows, gradients: Tensors) -> None:
-    """Add gradients_BSHD of some rows to their sums."""
-    for into, x in zip(sums, gradients, strict=True):
-        if isinstance(rows, range):
-            tokens_of(into, rows).add_(x)
-        else:
-            into.index_add_(1, rows, x.to(into.dtype))
 
 
 def _nothing(run: Execution) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from sp_bench.lower import StagingUse
-from sp_bench.plan import casts
+from sp_bench.plan import cast_rows
 from sp_bench.plan.ops import GroupCast, RowCollective
 from sp_bench.run.blocks import Perform
 from sp_bench.run.collectives import GroupTransfers
@@ -129,8 +129,8 @@ class Casting(GroupTransfers):
         return {op: self._find_rows(op) for op in self._plan.ops if isinstance(op, RowCollective)}
 
     def _find_rows(self, op: RowCollective) -> _Rows:
-        mine = [casts.rows_to(op, self._problem, self._rank, u) for u in op.members]
-        held = [casts.rows_from(op, self._problem, self._rank, u) for u in op.members]
+        mine = [cast_rows.rows_to(op, self._problem, self._rank, u) for u in op.members]
+        held = [cast_rows.rows_from(op, self._problem, self._rank, u) for u in op.members]
         index = torch.cat([torch.from_numpy(rows) for rows in mine]).to(self._device)
         return _Rows(index, tuple(map(len, mine)), tuple(map(int, held)))
 

@@ -17,7 +17,7 @@ from torch.autograd import profiler as autograd_profiler
 
 from sp_bench.kernels import BlockKernel
 from sp_bench.lower import lower
-from sp_bench.plan.casts import find_regions
+from sp_bench.plan.cast_rows import find_regions
 from sp_bench.plan.ops import Chunk, Op, Plan, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.run.annotations import annotation

@@ -11,7 +11,7 @@ from sp_bench.kernels import BlockKernel
 from sp_bench.kernels.pieces import Pieces
 from sp_bench.plan.regions import RegionKind
 from sp_bench.run.latents import Expanding
-from sp_bench.run.partials import Rows, Tensors, tokens_of
+from sp_bench.run.partials import Rows, Tensors, add_rows, tokens_of
 
 Call = tuple[Rows, RegionKind | Pieces]
 """The key rows of a kernel call of a block, and its kind."""
@@ -52,12 +52,7 @@ class Together:
 
     def add(self, sums: Tensors, call: int, gradients: Tensors) -> None:
         """Add a call's (dk, dv) to the sums."""
-        rows = self._of_calls[call]
-        for into, x in zip(sums, gradients, strict=True):
-            if isinstance(rows, range):
-                tokens_of(into, rows).add_(x)
-            else:
-                into.index_add_(1, rows, x.to(into.dtype))
+        add_rows(sums, self._of_calls[call], gradients)
 
     def gradients(self, c: Tensor, sums: Tensors) -> Tensor:
         """The gradient of latents c_BS1W of `rows` by those of all that was made; the matrices' are added to theirs."""

@@ -279,6 +279,15 @@ def _copy_by_dtype(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
             torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def add_rows(sums: Tensors, rows: Rows, gradients: Tensors) -> None:
+    """Add gradients_BSHD of some rows to their sums."""
+    for into, x in zip(sums, gradients, strict=True):
+        if isinstance(rows, range):
+            tokens_of(into, rows).add_(x)
+        else:
+            into.index_add_(1, rows, x.to(into.dtype))
+
+
 def tokens_of(x: Tensor, rows: Rows) -> Tensor:
     """Return tokens `rows` of x_BSHD or x_BHS: a copy of indices, a view of a run.
 

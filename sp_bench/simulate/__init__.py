@@ -37,6 +37,7 @@ MANY_TASKS, SAME_STEP = 500_000, 1e-3
 """From so many tasks on, all ranks are simulated only if that may change a rank's end by more than this part of the
 step: a tenth of what is measured at best."""
 MARGIN = 0.98
+"""Less work may make a network slower: an estimate by less of it is taken for so much of itself."""
 FEW_TASKS = 1_000
 """Up to here plain Python beats the start of a compiler."""
 
@@ -181,8 +182,9 @@ def simulate(
 
 
 def least_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
-    """Less than the makespan where that takes all ranks to find, by one rank of each kind: as fast as the fastest, with
-    MARGIN as less work may make a network slower. 0.0 where `simulate` takes ranks for nearly alike anyway.
+    """Less than the makespan where that takes all ranks to find: by one rank of each kind, as fast as the fastest.
+
+    0.0 where `simulate` takes ranks for nearly alike anyway.
     """
     graph = build_as_alike(plan, problem, cluster)
     if graph is None:

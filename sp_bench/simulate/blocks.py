@@ -12,7 +12,7 @@ from sp_bench.cluster.device import DeviceCosts
 from sp_bench.lower import Lowering
 from sp_bench.lower.joined import copied_bytes
 from sp_bench.plan.block_classes import block_classes
-from sp_bench.plan.casts import is_one_call, rows_read, works_of
+from sp_bench.plan.cast_rows import is_one_call, rows_read, works_of
 from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.ops import Attend, AttendBackward, Block, Chunk, Fused, Gathered, Plan
 from sp_bench.plan.pack_blocks import PackBlocks
@@ -25,9 +25,9 @@ class BlockCosts:
     """The costs of the blocks of one plan on a device, for ranks that have it to themselves."""
 
     def __init__(self, plan: Plan, problem: Problem, device: DeviceCosts, lowering: Lowering) -> None:
-        if sum(isinstance(op, Block) for op in plan.ops) < 2 and device.implementation.repeats_keys:
-            once = msgspec.structs.replace(device.implementation, repeats_keys=())
-            device = device.used_by(once)
+        if device.implementation.repeats_keys and sum(isinstance(op, Block) for op in plan.ops) < 2:
+            # A kernel that a rank calls once gets keys as they are (Implementation.repeats_keys).
+            device = device.used_by(msgspec.structs.replace(device.implementation, repeats_keys=()))
         self._plan, self._problem, self._device, self._lowering = plan, problem, device, lowering
         self._flow = dataflow(plan)
         self.classes = block_classes(plan, problem)

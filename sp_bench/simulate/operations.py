@@ -16,7 +16,7 @@ import numpy as np
 from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.lower import Lowering, lower
-from sp_bench.plan import casts
+from sp_bench.plan import cast_rows
 from sp_bench.plan.demand import demand
 from sp_bench.plan.groups import Exchange
 from sp_bench.plan.ops import (
@@ -209,7 +209,7 @@ class OperationCosts:
             return 0.0
         if isinstance(op, RowCollective):  # rows are gathered, and cast where they have to be
             row_bytes = sum(self._problem.token_bytes(field, wire=True) for field in op.tensor.fields)
-            rows = np.asarray(casts.sent(op, self._problem, ranks))
+            rows = np.asarray(cast_rows.sent(op, self._problem, ranks))
             return _of_each(rows, lambda count: self._device.copy_s(count * row_bytes))
         if isinstance(op, TreeReduce):
             sent = sum(sum(sizes.values()) for sizes in messages(op, self._problem, 0))
@@ -294,7 +294,7 @@ class OperationCosts:
             return np.ones(ranks.size)
         hop = self._brought[index]
         if isinstance(hop, GroupReduce):  # rows of several members, of which some may be the same
-            return np.asarray(casts.received(hop, self._problem, ranks)) / self._problem.keys.largest
+            return np.asarray(cast_rows.received(hop, self._problem, ranks)) / self._problem.keys.largest
         return np.asarray(share_sent(hop, self._problem, hop.source(ranks)))
 
     def _find_cast_s(self, tensor: Tensor, summed: bool, share: float = 1.0) -> float:

@@ -17,7 +17,8 @@ from sp_bench.check import check_all
 from sp_bench.methods import build
 from sp_bench.packing import Histogram
 from sp_bench.plan import Method
-from sp_bench.plan.casts import casts, keys_of
+from sp_bench.plan.cast_rows import keys_of
+from sp_bench.plan.casts import casts
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.mask import CAUSAL, FULL, Mask

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sp_bench.plan import DKV, DOWN, KV, Chunk, Group, GroupCast, GroupReduce, Problem, Q
-from sp_bench.plan.casts import Casts, casts, most_rows, rows_moved
+from sp_bench.plan.cast_rows import most_rows, rows_moved
+from sp_bench.plan.casts import Casts, casts
 from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.documents import Packed
 from sp_bench.plan.intervals import Runs, regions_of_runs
 from sp_bench.plan.layout import LAYOUTS, Shards
 from sp_bench.plan.mask import CAUSAL, FULL
+from sp_bench.plan.patterns import divisors
 from sp_bench.plan.regions import RegionKind
 from tests.support.dealing import places, tokens_of
 from tests.support.packs import packs
@@ -55,18 +59,20 @@ def test_a_call_computes_what_its_queries_see_of_other_keys(
 
 
 def assert_alike(found: Casts, data: st.DataObject) -> None:
-    """What is said of a whole sequence in short is what is found of a pack of one document, block by block."""
+    """The short way for a whole sequence finds the same as the one for a pack of one document, block by block."""
     one_by_one, chunks = Casts(found.pack, found.of_queries, found.of_keys, found.ahead), found.chunks
     np.testing.assert_array_equal(found.counts, one_by_one.counts)
     members = data.draw(st.permutations(range(chunks)))[: data.draw(st.integers(1, chunks))]
-    queries = np.arange(chunks)
+    queries, relays = np.arange(chunks), data.draw(st.sampled_from(divisors(chunks)))
     several = (queries[:, None] + members) % chunks
-    assert all((found.rows(i, j) == one_by_one.rows(i, j)).all() for i in range(chunks) for j in range(chunks))
+    np.testing.assert_array_equal(found.counts_for(relays), one_by_one.counts_for(relays))
+    for i, j in itertools.product(range(chunks), repeat=2):
+        np.testing.assert_array_equal(found.rows(i, j, relays), one_by_one.rows(i, j, relays))
     for forward in (True, False):
-        works, of = found.works(queries, several, forward=forward)
+        works, of = found.works(queries, several, relays, forward=forward)
         assert len(of) == chunks
         for i in range(chunks):
-            wanted = one_by_one.work(i, tuple(several[i].tolist()), forward=forward)
+            wanted = one_by_one.work(i, tuple(several[i].tolist()), relays, forward=forward)
             np.testing.assert_array_equal(np.stack(works[of[i]].sizes), np.stack(wanted.sizes))
             assert works[of[i]][1:] == wanted[1:]
 

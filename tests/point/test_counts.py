@@ -13,6 +13,7 @@ from sp_bench.errors import RequestError
 from sp_bench.plan import dataflow, demand, ops, schedule
 from sp_bench.plan.method import Method
 from sp_bench.point import choose as choosing
+from sp_bench.point import variant_bounds
 from sp_bench.point.choose import choose
 from sp_bench.point.collection import uncollected
 from sp_bench.simulate import symmetry
@@ -132,15 +133,15 @@ def test_estimates_by_one_rank_of_each_kind_rule_out_only_slower_variants(
     """As on many GPUs, where all ranks would have to be simulated for each."""
     keys = (f"method={method}", "gpus=32", "seqlen=64k")
     as_it_is = choose(point(*keys))
-    monkeypatch.setattr(choosing, "MANY_RANKS", 2)
+    monkeypatch.setattr(variant_bounds, "MANY_RANKS", 2)
     estimates = list[float]()
-    estimated = choosing.simulated_least_s
+    estimated = variant_bounds.least_s
 
     def noted(*args: Any) -> float:
         estimates.append(estimated(*args))
         return estimates[-1]
 
-    monkeypatch.setattr(choosing, "simulated_least_s", noted)
+    monkeypatch.setattr(variant_bounds, "least_s", noted)
     found = choose(point(*keys))
     assert (found.variant, found.problem, found.total_s) == (as_it_is.variant, as_it_is.problem, as_it_is.total_s)
     assert (method != "all_gather") or any(estimates)

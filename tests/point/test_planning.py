@@ -12,7 +12,7 @@ import pytest
 from sp_bench.lower import NCCL
 from sp_bench.methods import REGISTRY, build
 from sp_bench.packing import lengths_of
-from sp_bench.plan import casts, demand
+from sp_bench.plan import cast_rows, demand
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.documents import Documents
 from sp_bench.plan.method import PHASES
@@ -66,14 +66,14 @@ def test_planning_finds_the_plans_that_run_and_what_the_first_rank_asks_of_the_m
     plans = plan_pack(chosen, problem, COMPUTE_BOUND, NCCL)
     dealt = chosen.dealt(replace(problem, layout=chosen.layout_of(mask, 4)))
     assert isinstance(dealt.blocks, PackBlocks)
-    known, keys = dict(dealt.blocks.found), casts._keys.cache_info().misses
+    known, keys = dict(dealt.blocks.found), cast_rows._keys.cache_info().misses
     for phase, plan in plans.items():
         assert plan.is_program_of(chosen.plan(dealt, phase, COMPUTE_BOUND))
         assert dealt in demand._CACHE[plan]
         for op in plan.ops:
             if isinstance(op, Gathered):
-                casts.keys_of(op, dealt, 0)
-    assert casts._keys.cache_info().misses == keys and dealt.blocks.found == known
+                cast_rows.keys_of(op, dealt, 0)
+    assert cast_rows._keys.cache_info().misses == keys and dealt.blocks.found == known
 
 
 def test_each_pack_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from sp_bench import simulate
 from sp_bench.plan import block_classes, dataflow, schedule
 from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Plan
-from sp_bench.point import choose as choosing
+from sp_bench.point import variant_bounds
 from sp_bench.point.choose import choose
 from tests.support.points import point
 
@@ -44,8 +44,8 @@ def test_everything_is_built_once(method: str, monkeypatch: pytest.MonkeyPatch) 
     graphs: Counter[bool] = Counter()
     made = [Counter[Plan]() for _ in BUILT]
     counted(monkeypatch, Method, "plan", planned, lambda self, problem, phase, costs: (self, problem, phase))
-    counted(monkeypatch, choosing, "lower_bounds", bounded, lambda plan, problem, *_: (plan, problem))
-    counted(monkeypatch, choosing, "work_s", computed, lambda plan, problem, cluster, ranks: (plan, problem))
+    counted(monkeypatch, variant_bounds, "lower_bounds", bounded, lambda plan, problem, *_: (plan, problem))
+    counted(monkeypatch, variant_bounds, "work_s", computed, lambda plan, problem, cluster, ranks: (plan, problem))
     counted(monkeypatch, simulate, "build_graph", graphs, lambda *_, nearly_alike=False, **__: nearly_alike)
     for (where, name), seen in zip(BUILT, made, strict=True):
         counted(monkeypatch, where, name, seen, of_plan)

@@ -130,7 +130,7 @@ def _simulated(plan: Plan, problem: Problem, rank: int) -> tuple[int, int]:
 
 
 def _seconds(plan: Plan, problem: Problem, rank: int, unit: Callable[[Any], Any]) -> int:
-    """What blocks take where all but the making of keys takes next to nothing, in `unit`s of it."""
+    """The time of blocks where all but the making of keys takes next to nothing, in `unit`s of it."""
 
     class Slow(DeviceCosts):
         def makings_s(self, problem: Problem, phase: str, tokens, several=False):

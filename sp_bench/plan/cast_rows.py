@@ -1,0 +1,155 @@
+"""Rows that the operations of a group cast send, hold and read, by rank (plan.casts)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from sp_bench.plan.block_classes import block_classes
+from sp_bench.plan.casts import Casts, Gathering, Keys, Work, casts
+from sp_bench.plan.groups import Grid, Group
+from sp_bench.plan.ops import Block, Chunk, Gathered, GroupCast, GroupReduce, Place, Plan, RowCollective, relays
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.regions import by_keys
+from sp_bench.plan.tensors import KV, Q
+
+
+def members_seen(problem: Problem, own: Chunk) -> set[int]:
+    """The chunks #u, other than its own, of which queries of any rank see rows."""
+    return set(_members_seen(casts(problem), own.home, problem.n, problem.layout.head_parallel))
+
+
+@lru_cache(maxsize=32)  # forward and backward have the same
+def _members_seen(found: Casts, home: Group | Grid, n: int, degree: int) -> tuple[int, ...]:
+    ranks = np.arange(n)
+    owners = np.stack([home.member(ranks, u) for u in range(1, home.size)] or [ranks[:0]])
+    seen = found.counts[ranks[: owners.shape[1]] // degree, owners // degree].any(axis=1)
+    return tuple((np.flatnonzero(seen) + 1).tolist())
+
+
+def rows_moved(op: RowCollective, problem: Problem, rank, member: int):
+    """How many rows one or an array of ranks sends in the message that has to do with the member #u.
+
+    In a GroupCast that goes to the rank whose #u it is itself, in a GroupReduce to the owner of #u.
+    """
+    return rows_from(op, problem, rank if isinstance(op, GroupReduce) else _holder(op, rank, member), member)
+
+
+def _holder(op: RowCollective, rank, member: int):
+    """The rank whose #u is this rank's `own`."""
+    return op.group.member(rank, -op.shift(member))
+
+
+def rows_from(op: RowCollective, problem: Problem, rank, member: int):
+    """How many rows of the member #u one or an array of ranks has."""
+    degree, chunk = problem.layout.head_parallel, op.own.at(member)
+    return casts(problem).counts_for(relays(chunk))[rank // degree, chunk.owner(rank) // degree]
+
+
+def rows_to(op: RowCollective, problem: Problem, rank: int, member: int) -> np.ndarray:
+    """The rows of `own`, as they lie on the rank, that the rank whose #u it is has."""
+    degree, found, owner = problem.layout.head_parallel, casts(problem), int(op.own.owner(rank))
+    holder = int(_holder(op, rank, member))
+    rows = found.rows(holder // degree, owner // degree, relays(op.own.at(member)))
+    if not op.own.index:
+        return rows
+    return np.searchsorted(found.rows(rank // degree, owner // degree, relays(op.own)), rows)
+
+
+def rows_held(op: RowCollective, problem: Problem, rank):
+    """How many rows one or an array of ranks has of the chunks of all members."""
+    return sum(rows_from(op, problem, rank, u) for u in op.members)
+
+
+def rows_owned(op: RowCollective, problem: Problem, rank):
+    """How many rows of its own chunk the members have of one or an array of ranks, all together."""
+    return sum(rows_from(op, problem, _holder(op, rank, u), u) for u in op.members)
+
+
+def most_rows(op: RowCollective, problem: Problem, *, sent: bool) -> int:
+    """How many rows the rank with most of them sends, or receives."""
+    held, own = sent == isinstance(op, GroupReduce), op.own.place
+    return _most_rows(casts(problem), own, op.members, problem.n, problem.layout.head_parallel, held)
+
+
+@lru_cache(maxsize=1024)  # casts and reductions of both phases have the same
+def _most_rows(found: Casts, own: Place, members: tuple[int, ...], n: int, degree: int, held: bool) -> int:
+    # Rows that a rank holds are those of each member; those that it owns, each member's whose #u it is.
+    ranks, rows, like = np.arange(n), np.zeros(n, int), GroupCast("", Chunk(KV, own.index, own.home), members, _ANY)
+    for u in members:
+        chunk, holder = like.own.at(u), ranks if held else _holder(like, ranks, u)
+        rows += found.counts_for(relays(chunk))[holder // degree, chunk.owner(holder) // degree]
+    return int(rows.max())
+
+
+_ANY = Chunk(Q, 0, Group(1, 1))
+
+
+def keys_of(op: Gathered, problem: Problem, rank: int) -> Keys:
+    """The key rows of a Gathered block on one rank, and its regions as its kernels take them."""
+    keys = _keys(casts(problem), _chunks(op, problem, rank))
+    return keys if op.forward else keys._replace(regions=tuple(by_keys(keys.regions)))
+
+
+@lru_cache(maxsize=64)
+def _keys(found: Casts, of: Gathering) -> Keys:
+    return found.keys(*of)  # forward and backward have the same
+
+
+def find_regions(plan: Plan, problem: Problem, rank: int) -> None:
+    """Have the regions found of all blocks that a rank computes: at once, as that is faster."""
+    if not problem.mask.in_pieces:
+        return
+    table, alone = block_classes(plan, problem), list[int]()
+    gathered = list[Gathered]()
+    for index, op in plan:
+        if isinstance(op, Gathered):
+            gathered.append(op)
+        elif isinstance(op, Block):
+            alone += range(table.first[index], table.first[index] + len(op.blocks))
+    problem.blocks.find(np.unique(table.of[alone, rank]))
+    if gathered:
+        casts(problem).find(_chunks(op, problem, rank) for op in gathered)
+
+
+def works_of(op: Gathered, problem: Problem) -> tuple[list[Work], np.ndarray]:
+    """The different works of a Gathered block, and which of them each rank has: (ranks,)."""
+    degree = problem.layout.head_parallel
+    firsts = np.arange(0, problem.n, degree)  # the ranks that split a chunk's heads have the same
+    queries = op.queries[0].owner(firsts) // degree
+    members = np.stack([chunk.owner(firsts) // degree for chunk in op.keys], axis=1)
+    works, of = casts(problem).works(queries, members, max(map(relays, op.keys)), forward=op.forward)
+    return works, np.repeat(of, degree)
+
+
+def is_one_call(work: Work) -> bool:
+    """Whether one call of a kernel for variable lengths takes all of it, without copies of keys for several pieces."""
+    kind, _, kv_tokens, _ = work.sizes
+    return np.unique(kind).size < 2 and kv_tokens.sum() == work.kv_rows
+
+
+def rows_read(op: Gathered, problem: Problem, ranks: np.ndarray) -> np.ndarray:
+    """How many key rows a Gathered block reads on each of the ranks: (ranks,)."""
+    degree, found = problem.layout.head_parallel, casts(problem)
+    queries, rows = op.queries[0].owner(ranks) // degree, np.zeros(ranks.size, np.int64)
+    for chunk in op.keys:
+        rows += found.counts_for(relays(chunk))[queries, chunk.owner(ranks) // degree]
+    return rows
+
+
+def _chunks(op: Gathered, problem: Problem, rank: int) -> Gathering:
+    """The query chunk and the key chunks of a Gathered block."""
+    degree = problem.layout.head_parallel
+    members = tuple(int(chunk.owner(rank)) // degree for chunk in op.keys)
+    return Gathering(int(op.queries[0].owner(rank)) // degree, members, max(map(relays, op.keys)))
+
+
+def received(op: RowCollective, problem: Problem, rank):
+    """How many rows one or an array of ranks receives in all."""
+    return rows_held(op, problem, rank) if isinstance(op, GroupCast) else rows_owned(op, problem, rank)
+
+
+def sent(op: RowCollective, problem: Problem, rank):
+    """How many rows one or an array of ranks sends in all."""
+    return rows_owned(op, problem, rank) if isinstance(op, GroupCast) else rows_held(op, problem, rank)

@@ -1,0 +1,71 @@
+"""Lower bounds on the time of a method's variants: in what order they are simulated, and which are not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from sp_bench import account
+from sp_bench.cluster import Cluster
+from sp_bench.plan.ops import Plan
+from sp_bench.plan.problem import Problem
+from sp_bench.simulate import least_s
+from sp_bench.simulate.bounds import link_bytes, lower_bounds
+from sp_bench.simulate.operations import work_s
+
+MANY_RANKS = 128
+"""Ranks from which on simulating all of them takes longer than an estimate by those that are unlike."""
+MOST_LOOKED_AT = 256
+"""Ranks of which what they compute is part of a bound: the busiest of them is hardly less busy than that of all."""
+
+
+def by_bound(
+    cluster: Cluster,
+    variants: Sequence[tuple[Problem, Mapping[str, Plan]]],
+    timed: Sequence[tuple[float, int]],
+    *,
+    estimates: bool,
+) -> Iterator[tuple[float, int]]:
+    """Lower bounds in seconds on the time of variants, each the plans of its phases, with their indices, the lowest
+    first.
+
+    What ranks compute is part of a bound only where the rest of it is below all times that are known by then, `timed`;
+    and so is, of many ranks, what simulating one of each kind says (simulate.least_s), if `estimates` are wanted.
+    """
+    by_phase = [{phase: sent_s(plan, problem, cluster) for phase, plan in plans.items()} for problem, plans in variants]
+    waiting = [(sum(bounds_s.values()), i) for i, bounds_s in enumerate(by_phase)]
+    heapify(waiting)
+    left = [_refinements(problem.n, estimates) if len(variants) > 1 else [] for problem, _ in variants]
+    while waiting:
+        bound_s, i = heappop(waiting)
+        if not left[i] or bound_s >= min(timed, default=(math.inf,))[0]:
+            yield bound_s, i
+            continue
+        refined_s, (problem, plans) = left[i].pop(0), variants[i]
+        for phase, known_s in by_phase[i].items():
+            by_phase[i][phase] = max(known_s, refined_s(plans[phase], problem, cluster))
+        heappush(waiting, (sum(by_phase[i].values()), i))
+
+
+def _refinements(n: int, estimates: bool) -> list:
+    """Functions with further bounds on the time of a phase, those that take less time first."""
+    return [_computed_s, least_s] if estimates and n >= MANY_RANKS else [_computed_s]
+
+
+def sent_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
+    """A lower bound on the time of a phase by what it sends."""
+    crossing = link_bytes(cluster.network(problem.n), account.traffic(plan, problem, cluster))
+    return max(lower_bounds(plan, problem, cluster, crossing, 0.0).values())
+
+
+def _computed_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
+    """A lower bound on the time of a phase by what the busiest rank computes, of MOST_LOOKED_AT of them."""
+    if cluster.stragglers.jitter:  # noise may make blocks faster than their figures
+        return 0.0
+    n = problem.n
+    some = n if cluster.shared_cores(n) else min(n, MOST_LOOKED_AT)
+    ranks = np.arange(n)[:: -(-n // some) | 1]  # of a tile not always the same columns
+    return cluster.least_compute_s(work_s(plan, problem, cluster, ranks))
