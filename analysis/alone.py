@@ -30,7 +30,7 @@ class Rank:
     def __init__(
         self, method: Method, problem: Problem, kernel: str = "auto", device: str = "cpu", clock: Clock = cpu_seconds
     ) -> None:
-        own = method.dealt(problem)
+        own = method.assigned(problem)
         self.plans = {phase: method.plan(own, phase, COMPUTE_BOUND) for phase in PHASES}
         self.engine = Engine(self.plans, own, kernel, torch.device(device), transport=AloneTransport(), timed=True)
         self._inputs, self._clock = inputs(own, own.queries.most, device), clock

@@ -58,7 +58,7 @@ def assignment(
 ) -> Figure:
     """The assignment matrix by rank, step or cost, or several of them side by side.
 
-    `problem` is the one that the method deals out. The cost of a block is its number of (query, key) pairs under the
+    `problem` is the one that the method assigns. The cost of a block is its number of (query, key) pairs under the
     mask or, with a cluster, its time there. Raises RequestError for another `by`.
     """
     chosen = (by,) if isinstance(by, str) else tuple(by)
@@ -161,13 +161,13 @@ def of_record(record: Record, phase: str = "forward", by: Sequence[str] = BY) ->
 
 
 def planned(record: Record, phase: str) -> tuple[Plan, Problem, Cluster]:
-    """The plan of one phase of a record's variant, the problem it deals out, and the cluster, by the record's request.
+    """The plan of one phase of a record's variant, the problem it assigns, and the cluster, by the record's request.
 
     Raises RequestError if the code has no such plan.
     """
     cluster, problem = Cluster.build((record.config or {})["cluster"]), _problem(record)
     method = _variant(record, problem)
-    return method.plan(problem, phase, cluster.profile(problem)), method.dealt(problem), cluster
+    return method.plan(problem, phase, cluster.profile(problem)), method.assigned(problem), cluster
 
 
 def _problem(record: Record) -> Problem:

@@ -73,7 +73,7 @@ def spec(
     plans = {phase: chosen.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
     return Spec(
         workload=Attention(phases=PHASES),
-        problem=chosen.dealt(problem),
+        problem=chosen.assigned(problem),
         plans=plans,
         kernel=kernel,
         alone=alone,

@@ -184,7 +184,7 @@ class PlanStep:
         )  # fmt: skip
         method = method.candidates(problem)[0]
         self.plans: dict[str, Plan] = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
-        self.problem, self.device = method.dealt(problem), StubDevice()
+        self.problem, self.device = method.assigned(problem), StubDevice()
         self.transport = NcclTransport(
             None,
             communicator=lambda *key: dist.group.WORLD,

@@ -19,13 +19,13 @@ Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, h 
 for the share of a group's keys that are sent to another, in the mean, which are those that its queries see:
     forward   (2 + 2K) (u - 1) / u for Q, KV and O, and 2K c (n / u - 1) of rows
     backward  (2 + 2K) (u - 1) / u for dO, dQ and dKV, and 4K c (n / u - 1) for rows of KV and dKV
-c = 1 of a full mask; of a causal one 1/2 on the contiguous layout, 3/4 on zigzag. Of a history, which is dealt on its
-own, all queries see all rows: c nears 1 with its length.
+c = 1 of a full mask; of a causal one 1/2 on the contiguous layout, 3/4 on zigzag. Of a history, which is assigned on
+its own, all queries see all rows: c nears 1 with its length.
 
 With `inner`, those that go on inside are among them, and c is larger; what crosses nodes is less.
 
-Layouts: balanced (packs), zigzag, contiguous, and all that deal documents. Refuses what USP does, and more stages than
-there are other groups, a `chunk` where no chunks are dealt, or an `inner` that doesn't divide the groups.
+Layouts: balanced (packs), zigzag, contiguous, and all that assign documents. Refuses what USP does, and more stages
+than there are other groups, a `chunk` where no chunks are assigned, or an `inner` that doesn't divide the groups.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import ClassVar, Literal
 
 from sp_bench.methods.usp import USP
 from sp_bench.plan import (
-    DEALERS,
+    ASSIGNMENTS,
     DKV,
     DO,
     DOWN,
@@ -45,10 +45,10 @@ from sp_bench.plan import (
     KV,
     OPEN_LAYOUTS,
     OUT,
+    AssignedLayout,
     Attend,
     AttendBackward,
     Chunk,
-    Dealt,
     Fold,
     Gathered,
     Grid,
@@ -71,7 +71,7 @@ STAGES = (1, 2, 4)
 NODE = 8
 """`auto` of the option `inner` stands for 1, and for the groups of this many ranks: most nodes have as many GPUs."""
 IN_CHUNKS = ("balanced", "blocks")
-"""The layouts that deal chunks of equal size."""
+"""The layouts that assign chunks of equal size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,21 +96,21 @@ class GroupCastAttention(USP):
     """How many neighbouring groups get rows once between them and pass them on, as those of a node; 1: each gets its
     own. auto stands for 1 and for nodes of NODE ranks, the fastest."""
     chunk: Literal["auto"] | int = "auto"
-    """Tokens of a chunk that is dealt, at most; auto: the largest chunks that give all ranks even work."""
+    """Tokens of a chunk that is assigned, at most; auto: the largest chunks that give all ranks even work."""
 
     @classmethod
-    def dealings(cls) -> tuple[str, ...]:
-        """Its layouts, and all that deal documents."""
-        return (cls.for_packs, *cls.layouts, *(name for name in DEALERS if name != cls.for_packs))
+    def all_layouts(cls) -> tuple[str, ...]:
+        """Its layouts, and all that assign documents."""
+        return (cls.for_packs, *cls.layouts, *(name for name in ASSIGNMENTS if name != cls.for_packs))
 
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError for a `ulysses` that is not possible, more stages than there are other groups, a `chunk`
-        where none are dealt, an `inner` that doesn't divide the groups.
+        where none are assigned, an `inner` that doesn't divide the groups.
         """
         super().refuse(problem)
         self._refuse_inner(problem)
         if self.chunk != "auto" and (problem.mask.sends_unseen or self.layout not in (*IN_CHUNKS, *OPEN_LAYOUTS)):
-            rule = f"chunks of a pack are dealt by the layouts {' and '.join(IN_CHUNKS)} alone"
+            rule = f"chunks of a pack are assigned by the layouts {' and '.join(IN_CHUNKS)} alone"
             raise RequestError(f"method.chunk={self.chunk}", rule, "method.chunk=auto would work")
         others = problem.n // (self.ulysses if isinstance(self.ulysses, int) else 1) // self._near - 1
         if isinstance(self.stages, int) and self.stages > max(others, 1):
@@ -147,10 +147,10 @@ class GroupCastAttention(USP):
         of_node = NODE // self.size
         return [1, of_node] if of_node > 1 and groups > of_node and groups % of_node == 0 else [1]
 
-    def dealt_by(self, layout: Layout, n: int) -> Layout:
+    def layout_for(self, layout: Layout, n: int) -> Layout:
         """The layout with this variant's head-parallel degree and chunks."""
-        layout = super().dealt_by(layout, n)
-        if self.chunk == "auto" or not isinstance(layout, Dealt) or layout.name not in IN_CHUNKS:
+        layout = super().layout_for(layout, n)
+        if self.chunk == "auto" or not isinstance(layout, AssignedLayout) or layout.name not in IN_CHUNKS:
             return layout
         return replace(layout, ranges=replace(layout.ranges, block_tokens=self.chunk))
 
@@ -168,14 +168,14 @@ class GroupCastAttention(USP):
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """The header's formulas; a chunk of kv_h has max(kv_heads, u) heads."""
         u = self.head_parallel(problem.n)
-        dealt, rows = Fraction(u - 1, u), self._cast(problem)
+        exchanged, rows = Fraction(u - 1, u), self._cast(problem)
         if phase == "forward":
-            return {Q: dealt, KV.by_heads: dealt + rows, OUT: dealt}
-        return {DO: dealt, KV.by_heads: rows, DQ: dealt, DKV.by_heads: dealt + rows}
+            return {Q: exchanged, KV.by_heads: exchanged + rows, OUT: exchanged}
+        return {DO: exchanged, KV.by_heads: rows, DQ: exchanged, DKV.by_heads: exchanged + rows}
 
     def _cast(self, problem: Problem) -> Fraction:
         """The rows that a group receives, in chunks, in the mean over groups."""
-        return Fraction(rows_seen_elsewhere(self.dealt(problem), self._near), problem.keys.seqlen)
+        return Fraction(rows_seen_elsewhere(self.assigned(problem), self._near), problem.keys.seqlen)
 
     @property
     def _near(self) -> int:

@@ -31,9 +31,9 @@ class Helix(DCP):
     name: ClassVar[str] = "helix"
     citation: ClassVar[str] = "Bhatia et al. 2025"
 
-    def dealt(self, problem: Problem) -> Problem:
+    def assigned(self, problem: Problem) -> Problem:
         """The problem with all queries on all ranks, if it is a decode step."""
-        return replace(super().dealt(problem), queries_everywhere=problem.decodes)
+        return replace(super().assigned(problem), queries_everywhere=problem.decodes)
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """n - 1 chunks of O in a decode step; elsewhere DCP's."""

@@ -33,9 +33,9 @@ from sp_bench.plan import (
     DQ,
     KV,
     ODOQ,
+    AssignedLayout,
     Chunk,
     CostProfile,
-    Dealt,
     Group,
     Layout,
     Method,
@@ -69,7 +69,7 @@ class HybridCP(Method):
     """At most how many tokens of a document a rank has; auto: as many as leave all ranks even work."""
 
     @classmethod
-    def dealings(cls) -> tuple[str, ...]:
+    def all_layouts(cls) -> tuple[str, ...]:
         """Its layouts, and that of sub-groups."""
         return (cls.for_packs, *cls.layouts)
 
@@ -79,9 +79,9 @@ class HybridCP(Method):
             rule = "is for sub-groups of a pack's documents, on the layout hybrid"
             raise RequestError(f"method.rank_tokens={self.rank_tokens}", rule, "method.rank_tokens=auto would work")
 
-    def dealt_by(self, layout: Layout, n: int) -> Layout:
+    def layout_for(self, layout: Layout, n: int) -> Layout:
         """The layout with sub-groups for so many tokens of each rank."""
-        if self.rank_tokens == "auto" or not isinstance(layout, Dealt):
+        if self.rank_tokens == "auto" or not isinstance(layout, AssignedLayout):
             return layout
         return replace(layout, ranges=replace(layout.ranges, block_tokens=self.rank_tokens))
 
@@ -110,7 +110,7 @@ class HybridCP(Method):
 
     def _cast(self, problem: Problem) -> Fraction:
         """The rows that a rank receives, in chunks, in the mean over ranks."""
-        return Fraction(rows_seen_elsewhere(self.dealt(problem)), problem.keys.seqlen)
+        return Fraction(rows_seen_elsewhere(self.assigned(problem)), problem.keys.seqlen)
 
 
 def _rounds(problem: Problem, kv: Chunk) -> list[tuple[int, ...]]:

@@ -119,7 +119,7 @@ class OrderedMesh(PlacedMesh):
         """
         if self.lanes != "one" or math.isinf(costs.block_s(phase)):
             return None
-        problem = self.dealt(problem)
+        problem = self.assigned(problem)
         tensors = (Q, KV, O) if phase == "forward" else (ODOQ, KV, DQ, DKV)
         split = problem.layout.head_parallel > 1
         chunks = self._chunks(problem, *(tensor.by_heads if split else tensor for tensor in tensors))

@@ -105,10 +105,10 @@ class Ulysses(SplitsHeads, CollectiveMethod):
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """The header's formulas; a chunk of kv_h has max(kv_heads, n) heads."""
-        dealt = Fraction(problem.n - 1, problem.n)
+        exchanged = Fraction(problem.n - 1, problem.n)
         if phase == "forward":
-            return {Q: dealt, KV.by_heads: dealt, OUT: dealt}
-        return {DO: dealt, DQ: dealt, DKV.by_heads: dealt}
+            return {Q: exchanged, KV.by_heads: exchanged, OUT: exchanged}
+        return {DO: exchanged, DQ: exchanged, DKV.by_heads: exchanged}
 
     @property
     def _by_messages(self) -> bool:
@@ -184,7 +184,7 @@ def settled_degree(ulysses: str | int, n: int) -> int:
     if not isinstance(ulysses, int):
         raise RequestError(
             f"method.ulysses={ulysses}",
-            "decides which tokens a rank owns, and must be chosen before they are dealt out",
+            "decides which tokens a rank owns, and must be chosen before they are assigned",
             "a number, such as method.ulysses=2, would work",
         )
     if n % ulysses:

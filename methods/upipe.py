@@ -1,13 +1,13 @@
 """UPipe, or Untied Ulysses: Ulysses' all-to-alls and attention for a few heads at a time, in buffers that are reused.
 
 Source: Ghadia et al., "Untied Ulysses: Memory-Efficient Context Parallelism via Headwise Chunking", 2026
-(arXiv 2602.21196). A stage deals out, attends to and returns 1/S of the heads, S = `stages`; at most S = heads / n, one
+(arXiv 2602.21196). A stage exchanges, attends to and returns 1/S of the heads, S = `stages`; at most S = heads / n, one
 head of each rank in a stage. The paper's order of heads for GQA: stages that follow each other have other query heads
-of the same key heads, which are dealt once. T of the S stages bring key heads, T = gcd(S, kv_heads / n), or 1 where
+of the same key heads, which are exchanged once. T of the S stages bring key heads, T = gcd(S, kv_heads / n), or 1 where
 ranks share key heads.
 
-The forward keeps O by heads alone, of which nothing travels. Backward, Q and KV are dealt again, with dO: this is
-Ulysses (methods/ulysses.py) with less memory for more volume. The paper deals them out again where it recomputes a
+The forward keeps O by heads alone, of which nothing travels. Backward, Q and KV are exchanged again, with dO: this is
+Ulysses (methods/ulysses.py) with less memory for more volume. The paper exchanges them again where it recomputes a
 layer's forward. It also projects q, k and v a stage at a time, which is not an attention's business.
 
 `overlap` is ours: a stage's all-to-alls go on while the stage before is computed, with a second set of buffers. Without
@@ -19,7 +19,7 @@ Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, h 
 
 Memory forward, batch 1, in the same chunks, with k = kv_heads / heads and c = 2 sets of buffers (1 without overlap or
 if S = 1, and for KV if T = 1): 1 + 2k of Q and KV, 1 of O by heads, 1 of O, and (c + 2) / S + 2K (c + 1) / T for what
-is dealt and packed.
+is exchanged and packed.
 
 Layout: contiguous. Refuses what Ulysses refuses, and stages that don't divide heads / n. Heads are the padded ones.
 """
@@ -116,8 +116,8 @@ class UPipe(Ulysses):
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """The header's formulas; a chunk has the heads of one stage here."""
-        dealt = Fraction(problem.n - 1, problem.n)
-        queries, keys = problem.head_slices * dealt, problem.key_slices * dealt
+        exchanged = Fraction(problem.n - 1, problem.n)
+        queries, keys = problem.head_slices * exchanged, problem.key_slices * exchanged
         if phase == "forward":
             return {Q: queries, KV.by_heads: keys, OUT: queries}
         return {Q: queries, DO: queries, KV.by_heads: keys, DQ: queries, DKV.by_heads: keys}
@@ -127,7 +127,7 @@ class UPipe(Ulysses):
         q, kv, out = (_of_tokens(problem, tensor) for tensor in (Q, KV, OUT))
         q_h, kv_h, o_h = (self._by_heads(problem, tensor) for tensor in (Q.by_heads, KV.by_heads, O.by_heads))
 
-        def deal(stage: int) -> list[Op]:
+        def exchange(stage: int) -> list[Op]:
             return [self._all_to_all(problem, x[i], x_h[i]) for x, x_h, i in _new(problem, stage, (q, q_h), (kv, kv_h))]
 
         def attend(stage: int) -> list[Op]:
@@ -136,7 +136,7 @@ class UPipe(Ulysses):
         def give_back(stage: int) -> list[Op]:
             return [self._all_to_all(problem, o_h[stage], out[stage])]
 
-        steps = self._staged(problem, deal, attend, give_back)
+        steps = self._staged(problem, exchange, attend, give_back)
         return steps.plan("forward", problem.n, inputs=(*q, *kv), outputs=tuple(out), kept=tuple(o_h))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
@@ -145,7 +145,7 @@ class UPipe(Ulysses):
         by_heads = (Q.by_heads, O.by_heads, DO.by_heads, ODOQ.by_heads, KV.by_heads, DQ.by_heads, DKV.by_heads)
         q_h, o_h, do_h, odoq_h, kv_h, dq_h, dkv_h = (self._by_heads(problem, tensor) for tensor in by_heads)
 
-        def deal(stage: int) -> list[Op]:
+        def exchange(stage: int) -> list[Op]:
             new = _new(problem, stage, (q, q_h), (do, do_h), (kv, kv_h))
             return [self._all_to_all(problem, x[i], x_h[i]) for x, x_h, i in new]
 
@@ -163,7 +163,7 @@ class UPipe(Ulysses):
             last = part + 1 == problem.query_parts
             return [*found, self._all_to_all(problem, dkv_h[keys], dkv[keys])] if last else found
 
-        steps = self._staged(problem, deal, attend, give_back)
+        steps = self._staged(problem, exchange, attend, give_back)
         return steps.plan("backward", problem.n, inputs=(*q, *do, *kv), outputs=(*dq, *dkv), kept=tuple(o_h))
 
     def _heads(self, problem: Problem) -> tuple[int, int]:
@@ -171,13 +171,13 @@ class UPipe(Ulysses):
         padded = self.padded(problem)
         return (padded.heads, padded.kv_heads) if padded else (problem.heads, problem.kv_heads)
 
-    def _staged(self, problem: Problem, deal, attend, give_back) -> Steps:
-        """The operations of all stages; with overlap, a stage is dealt before the blocks of the one before it."""
+    def _staged(self, problem: Problem, exchange, attend, give_back) -> Steps:
+        """The operations of all stages; with overlap, a stage is exchanged before the blocks of the one before it."""
         steps, stages = Steps(), range(problem.head_slices)
         ahead = int(self.overlap)
         for number in range(problem.head_slices + ahead):
             steps.next()
-            steps.do(*(deal(number) if number in stages else []))
+            steps.do(*(exchange(number) if number in stages else []))
             if (stage := number - ahead) in stages:
                 steps.do(*attend(stage), *give_back(stage))
         return steps

@@ -74,10 +74,10 @@ class USP(Sized, Ulysses):
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """The header's formulas; a chunk of kv_h has max(kv_heads, u) heads."""
         u = self.head_parallel(problem.n)
-        dealt, hops = Fraction(u - 1, u), problem.n // u - 1
+        exchanged, hops = Fraction(u - 1, u), problem.n // u - 1
         if phase == "forward":
-            return {Q: dealt, KV.by_heads: dealt + hops, OUT: dealt}
-        return {DO: dealt, KV.by_heads: hops, DQ: dealt, DKV.by_heads: dealt + hops}
+            return {Q: exchanged, KV.by_heads: exchanged + hops, OUT: exchanged}
+        return {DO: exchanged, KV.by_heads: hops, DQ: exchanged, DKV.by_heads: exchanged + hops}
 
     def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
         pass_round(steps, q_h, kv_h, o_h)

@@ -149,7 +149,7 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
     the minimum over x with y = rho * n * h / x. For full attention, forward, k = kv_heads / heads:
         h = 1   4 N d sqrt(k / n) - (2 + 2 k) N d / n elements; Mesh-Attention reaches it at a = sqrt(k n)
         h = n   4 N d (n - 1) / n^2 elements; DeepSpeed-Ulysses reaches it
-    For a pack of documents, and for caches, the bound is for the way they are dealt, whatever the work
+    For a pack of documents, and for caches, the bound is for the way they are assigned, whatever the work
     (PackBlocks.least_moved, CacheBlocks.least_moved); what is split by heads inside a chunk is added.
     Of padded heads, the bound is that of the true ones.
     """

@@ -269,7 +269,7 @@ def _two_lanes(n: int) -> dict[str, Plan]:
     """Plans with messages among all ranks on two lanes."""
     problem = Problem(n=n, seqlen=128 * n, heads=1, kv_heads=1, head_dim=16, mask=FULL, layout=LAYOUTS["contiguous"])
     method = build("tokenring", {}).candidates(problem)[0]
-    return {"forward": method.plan(method.dealt(problem), "forward", COMPUTE_BOUND)}
+    return {"forward": method.plan(method.assigned(problem), "forward", COMPUTE_BOUND)}
 
 
 def _provenance(command: str) -> dict[str, str]:

@@ -364,7 +364,7 @@ def _rows_passed(facts: _Facts, op: Pass, source: Ranks, where: _Where | str) ->
     facts.rows[op.recv] = arriving.at(source)
 
 
-_DEALT = {t: t.by_heads for t in (Q, KV, DO)} | {O.by_heads: OUT, DQ.by_heads: DQ, DKV.by_heads: DKV}
+_EXCHANGED = {t: t.by_heads for t in (Q, KV, DO)} | {O.by_heads: OUT, DQ.by_heads: DQ, DKV.by_heads: DKV}
 """The tensor that an all-to-all makes of each tensor that one may send."""
 
 
@@ -373,8 +373,8 @@ def _all_to_all(facts: _Facts, op: AllToAll, where: _Where | str) -> None:
     if op.group != Group(1, degree):
         raise PlanError(f"{where}: heads are split among {degree} consecutive ranks, not among {op.group}")
     own = all((chunk.owner(ranks) == ranks).all() for chunk in (op.send, op.recv))
-    if _DEALT.get(op.send.tensor) != op.recv.tensor or not own or op.recv.is_arriving:
-        raise PlanError(f"{where}: deals {op.send} to {op.recv}")
+    if _EXCHANGED.get(op.send.tensor) != op.recv.tensor or not own or op.recv.is_arriving:
+        raise PlanError(f"{where}: exchanges {op.send} to {op.recv}")
     _one_slice(facts, where, (op.send, op.recv))
     facts.content[op.recv] = ranks
     if op.send.tensor.is_partial:

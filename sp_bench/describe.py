@@ -240,7 +240,7 @@ def counted_volumes(paper: PaperVolume, n: int) -> Volumes:
     """The volumes of one method at n GPUs, for the variant that sends least."""
     problem = Problem(n=n, seqlen=2 * n, heads=n, kv_heads=n, head_dim=8, mask=FULL, layout=LAYOUTS["contiguous"])
     method = least_volume(build(paper.method, {}), problem, PHASES[:1])
-    problem = method.dealt(problem)
+    problem = method.assigned(problem)
     volume = account.volume(method.plan(problem, "forward", COMPUTE_BOUND), problem)
     whole = problem.chunk_bytes(Q, wire=True) * n
     statistics = volume.total_bytes - volume.payload_bytes
@@ -268,7 +268,7 @@ def _row(name: str) -> list[str]:
     except RequestError:
         n = 1
     method = least_volume(build(name, {}), _problem(cls, n))
-    problem = method.dealt(_problem(cls, n))
+    problem = method.assigned(_problem(cls, n))
     plans = [method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES]
     unit = problem.chunk_bytes(Q, wire=True) * problem.head_slices
     memory = [f"{account.peak_bytes(chosen, problem) / unit:.1f}" for chosen in (plans[:1], plans)]

@@ -62,12 +62,12 @@ def test_nothing_sends_less_than_the_lower_bound(n: int, causal: bool) -> None:
     for kv_heads in (4 * n, n, 1):
         p = replace(splittable_problem(n, "zigzag", causal=causal), heads=4 * n, kv_heads=kv_heads)
         for method in all_methods(p):
-            dealt = method.dealt(p)
+            assigned = method.assigned(p)
             for phase in PHASES:
                 plan = method.plan(p, phase, COMPUTE_BOUND)
-                bound = account.lower_bound_bytes(dealt, phase, kept=bool(plan.kept))
-                assert 0 <= bound * (1 - 1e-12) <= account.volume(plan, dealt).payload_bytes, (method, phase)
-                least = account.least_bytes(dealt, phase)
+                bound = account.lower_bound_bytes(assigned, phase, kept=bool(plan.kept))
+                assert 0 <= bound * (1 - 1e-12) <= account.volume(plan, assigned).payload_bytes, (method, phase)
+                least = account.least_bytes(assigned, phase)
                 assert least is not None and 0 <= least * (1 - 1e-12) <= bound, (method, phase)
 
 
@@ -81,11 +81,11 @@ def test_bounds_and_closed_forms_with_other_keys(causal: bool, kv_seqlen: int, v
         shape = {"heads": 16, "kv_heads": kv_heads, "kv_seqlen": kv_seqlen, "v_head_dim": v_head_dim}
         p = replace(splittable_problem(8, layout, causal=causal), **shape)
         for method, phase in itertools.product(all_methods(p), PHASES):
-            plan, dealt = method.plan(p, phase, COMPUTE_BOUND), method.dealt(p)
-            volume = account.volume(plan, dealt)
+            plan, assigned = method.plan(p, phase, COMPUTE_BOUND), method.assigned(p)
+            volume = account.volume(plan, assigned)
             assert volume.total_bytes == pytest.approx(method.bytes_sent(p, phase), rel=1e-12), (method, phase)
-            bound = account.lower_bound_bytes(dealt, phase, kept=bool(plan.kept))
-            least = account.least_bytes(dealt, phase)
+            bound = account.lower_bound_bytes(assigned, phase, kept=bool(plan.kept))
+            least = account.least_bytes(assigned, phase)
             assert least is not None
             assert 0 <= least * (1 - 1e-12) <= bound <= volume.payload_bytes * (1 + 1e-12), (method, phase)
 
@@ -96,7 +96,7 @@ def test_the_bound_with_any_split_of_heads_is_all_but_reached_by_ulysses(n: int)
     p = replace(splittable_problem(n, "contiguous", causal=False), heads=2 * n, kv_heads=2 * n)
     method = build("ulysses", {})
     for phase in PHASES:
-        sent = account.volume(method.plan(p, phase, COMPUTE_BOUND), method.dealt(p)).payload_bytes
+        sent = account.volume(method.plan(p, phase, COMPUTE_BOUND), method.assigned(p)).payload_bytes
         least = account.least_bytes(p, phase)
         assert least is not None and sent * n / (n + 1) * (1 - 1e-12) <= least < sent
 
@@ -118,13 +118,13 @@ def test_ulysses_reaches_the_lower_bound_exactly(n: int, k: int) -> None:
     """4 N d (n - 1) / n^2 elements at full attention and k = 1. Backward, since it kept Q, KV and O by heads."""
     p = replace(splittable_problem(n, "contiguous", causal=False), heads=16, kv_heads=16 // k)
     method = build("ulysses", {})
-    dealt = method.dealt(p)
+    assigned = method.assigned(p)
     for phase in PHASES:
-        volume = account.volume(method.plan(p, phase, COMPUTE_BOUND), dealt)
-        assert volume.payload_bytes == volume.total_bytes == account.lower_bound_bytes(dealt, phase, kept=True)
+        volume = account.volume(method.plan(p, phase, COMPUTE_BOUND), assigned)
+        assert volume.payload_bytes == volume.total_bytes == account.lower_bound_bytes(assigned, phase, kept=True)
         if k == 1:
             assert volume.total_bytes * n**2 == 4 * p.seqlen * 16 * 8 * (n - 1) * 2
-    assert account.lower_bound_bytes(dealt, "forward", kept=True) == account.lower_bound_bytes(dealt, "forward")
+    assert account.lower_bound_bytes(assigned, "forward", kept=True) == account.lower_bound_bytes(assigned, "forward")
 
 
 def unmasked(p: Problem) -> int:
@@ -140,10 +140,10 @@ def test_pairs_are_those_of_the_mask(n: int, layout: str, causal: bool) -> None:
     """Over all ranks, for every method and variant: every unmasked (query, key) pair of every head."""
     p = splittable_problem(n, layout, causal=causal)
     for method in all_methods(p):
-        dealt = method.dealt(p)
-        by_rank = account.pairs(method.plan(p, "forward", COMPUTE_BOUND), dealt)
+        assigned = method.assigned(p)
+        by_rank = account.pairs(method.plan(p, "forward", COMPUTE_BOUND), assigned)
         assert by_rank.sum() == p.heads * unmasked(p), method
-        backward = account.pairs(method.plan(p, "backward", COMPUTE_BOUND), dealt)
+        backward = account.pairs(method.plan(p, "backward", COMPUTE_BOUND), assigned)
         if method.name == "burst_attention":  # its forward computes a rank's rows, its backward the columns
             assert backward.sum() == by_rank.sum(), method
         else:
@@ -156,10 +156,10 @@ def test_work_is_balanced_but_for_contiguous_causal(layout: str, causal: bool) -
     """Tiles and rows of the matrix differ by half a row for each block at most; split heads don't differ at all."""
     p = replace(problem(8, causal=causal, layout=layout), heads=16, kv_heads=16)
     for method in all_methods(p):
-        dealt = method.dealt(p)
-        by_rank = account.pairs(method.plan(p, "forward", COMPUTE_BOUND), dealt)
+        assigned = method.assigned(p)
+        by_rank = account.pairs(method.plan(p, "forward", COMPUTE_BOUND), assigned)
         spread = by_rank.max() - by_rank.min()
-        if dealt.layout.head_parallel == p.n or not causal:
+        if assigned.layout.head_parallel == p.n or not causal:
             assert spread == 0
         elif layout != "contiguous":
             assert spread <= p.queries.most * p.n * p.heads, method
@@ -231,7 +231,7 @@ def test_across_nodes_is_the_traffic_between_them(phase: str) -> None:
     n = 9
     base, ranks = splittable_problem(n, "zigzag"), np.arange(n)
     for method in all_methods(base):
-        p = method.dealt(base)
+        p = method.assigned(base)
         plan, between = method.plan(base, phase, COMPUTE_BOUND), np.zeros((n, n))
         for target, sent in account.traffic(plan, p):
             between[ranks, target] += sent
@@ -255,7 +255,7 @@ def test_peak_memory_of_ring() -> None:
 
 def test_peak_memory_of_ulysses_counts_what_is_kept() -> None:
     """In units of Q by heads, as bf16: what a rank has, what stands in staging buffers, what is computed."""
-    p = build("ulysses", {}).dealt(problem(4))
+    p = build("ulysses", {}).assigned(problem(4))
     unit, lse = p.chunk_bytes(Q.by_heads, wire=True), 8 * 4 * 4
     assert unit == p.chunk_bytes(Q, wire=True)
     forward, backward = (build("ulysses", {}).plan(p, phase, COMPUTE_BOUND) for phase in PHASES)
@@ -289,7 +289,7 @@ def test_ulysses_stages_only_what_does_not_lie_as_it_travels(batch: int, dtype: 
 
     In units of what each weighs on the wire. O travels complete, so that the wire dtype is not for it.
     """
-    p = build("ulysses", {}).dealt(replace(problem(4, dtype=dtype), batch=batch, wire_dtype=wire))
+    p = build("ulysses", {}).assigned(replace(problem(4, dtype=dtype), batch=batch, wire_dtype=wire))
     plans = [build("ulysses", {}).plan(p, phase, COMPUTE_BOUND) for phase in PHASES]
     assert account.buffer_bytes(plans[:1], p) == staged * p.chunk_bytes(Q.by_heads, wire=True)
     own, copies = 1 / 4, {}

@@ -36,19 +36,21 @@ def test_local_q_kv_property_and_full_coverage(n: int) -> None:
     """Every method computes all blocks, and every rank its own Q-KV pair (section 3.1) except in StarTrail."""
     problem = splittable_problem(n, "zigzag")
     for method in all_methods(problem):
-        dealt = method.dealt(problem)
-        matrix = draw.assignment(method.plan(problem, "forward", COMPUTE_BOUND), dealt)
+        assigned = method.assigned(problem)
+        matrix = draw.assignment(method.plan(problem, "forward", COMPUTE_BOUND), assigned)
         assert matrix.min() >= 0
-        assert matrix.diagonal().tolist() == list(range(0, n, dealt.layout.head_parallel)) or method.name == "startrail"
+        assert (
+            matrix.diagonal().tolist() == list(range(0, n, assigned.layout.head_parallel)) or method.name == "startrail"
+        )
 
 
 def test_every_slice_of_the_heads_has_its_tile(capsys: pytest.CaptureFixture[str]) -> None:
     problem = splittable_problem(4, "zigzag")
     for method in all_methods(problem):
-        dealt = method.dealt(problem)
+        assigned = method.assigned(problem)
         plan = method.plan(problem, "forward", COMPUTE_BOUND)
         tiles = draw.block_steps(plan)
-        assert len(tiles) == dealt.head_slices
+        assert len(tiles) == assigned.head_slices
         assert (tiles >= 0).sum() == sum(len(op.blocks) for op in plan.ops if isinstance(op, Block))
     assert main(["method=mesh", "gpus=4", "method.tile=[2,2]", "method.schedule=searched", "method.slices=2"]) == 0
     assert capsys.readouterr().out.count("heads/1\n      Q# \\ KV#") == len(PHASES)
@@ -62,7 +64,7 @@ def test_formulas_are_the_counted_payload(n: int, k: int) -> None:
     for method in all_methods(problem):
         names = {"n": n, "h": problem.heads, "k": problem.kv_ratio, "max": max, **method.symbols(problem)}
         for phase in PHASES:
-            counted = volume(method.plan(problem, phase, COMPUTE_BOUND), method.dealt(problem)).payload_bytes / unit
+            counted = volume(method.plan(problem, phase, COMPUTE_BOUND), method.assigned(problem)).payload_bytes / unit
             assert eval(method.formula[phase], {}, names) == pytest.approx(counted, rel=1e-12)
 
 

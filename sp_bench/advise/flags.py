@@ -34,7 +34,7 @@ class Framework:
 def torchtitan(wanted: Wanted) -> str | None:
     """Its context parallelism gathers KV for FlexAttention (models/common/decoder_sharding.py), whose masks are causal.
 
-    headtail is the zigzag layout, ptrr deals blocks of a BlockMask by their work (distributed/context_parallel/api.py).
+    headtail is the zigzag layout, ptrr assigns blocks of a BlockMask by work (distributed/context_parallel/api.py).
     """
     documents = _plain_documents(wanted.mask)
     balancer = {"zigzag": "headtail", "blocks": "ptrr" if documents else None}.get(wanted.layout)

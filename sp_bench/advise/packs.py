@@ -21,7 +21,7 @@ from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.measure.stats import summarise
 from sp_bench.packing import Drawn, data_of
-from sp_bench.plan.dealers import Dealt
+from sp_bench.plan.assignments import AssignedLayout
 from sp_bench.plan.documents import Documents
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
@@ -260,7 +260,7 @@ def _on_a_pack(task: tuple[Feasible, int]) -> OnAPack | RequestError:
 def spans_of(problem: Problem) -> Spans:
     """How many ranks have tokens of the documents of a pack, by classes of documents (class_of)."""
     blocks = problem.blocks
-    assert isinstance(blocks, PackBlocks) and isinstance(problem.layout, Dealt), "documents are dealt"
+    assert isinstance(blocks, PackBlocks) and isinstance(problem.layout, AssignedLayout), "documents are assigned"
     lengths = np.array(blocks.mask.queries)
     ranks = (blocks.tokens_of_documents > 0).sum(axis=1) * problem.layout.head_parallel
     found: dict[tuple[int, int], tuple[int, int]] = {}

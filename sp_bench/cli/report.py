@@ -118,12 +118,12 @@ def print_candidates(console: Console, record: Record, *, every: bool) -> None:
         return
     known = [row for row in candidates if row["step_ms"] is not None]
     shown = candidates if every else sorted(known, key=lambda row: row["step_ms"])
-    dealings, cells = len({row.get("layout") for row in candidates}), []
+    layouts, cells = len({row.get("layout") for row in candidates}), []
     for row in shown:
         time = f"{number(row['step_ms'], 4)}" if row["step_ms"] is not None else f">= {number(row['bound_ms'], 4)}"
         time = row.get("refused") or time
         here = (row["variant"] or None, row.get("layout", record.layout)) == (record.variant, record.layout)
-        names = [row["variant"], row["layout"] if dealings > 1 else ""]
+        names = [row["variant"], row["layout"] if layouts > 1 else ""]
         cells.append(f"{' '.join(filter(None, names))}{'*' * here} {time}")
     head = f"variants: {len(candidates)}, the fastest in ms: "
     if every:

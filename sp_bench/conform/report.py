@@ -69,7 +69,7 @@ def advice(title: str, rows: Sequence[Row]) -> str:
     layouts = " and ".join(sorted({row.layout for row in failing if name in row.other_layouts}))
     return (
         f"{count} of the {len(failing)} failing checks hold with method.layout={name}, and fail as {layouts}. "
-        f"If that is how its tokens are dealt, claim it: python -m sp_bench.conform {title} method.layout={name}"
+        f"If that is how its tokens are assigned, claim it: python -m sp_bench.conform {title} method.layout={name}"
     )
 
 

@@ -34,7 +34,7 @@ class Row:
     """The smallest failing case."""
     why: str = ""
     layout: str = ""
-    """The layout that failing cases were dealt in, if another one could be claimed."""
+    """The layout that failing cases were assigned in, if another one could be claimed."""
     other_layouts: tuple[str, ...] = ()
     """Layouts in which all failing cases hold."""
 

@@ -35,7 +35,7 @@ REFUSALS = (NotImplementedError, ValueError, AssertionError)
 
 @dataclass
 class Instance:
-    """An attention on this rank, and how its tokens are dealt."""
+    """An attention on this rank, and how its tokens are assigned."""
 
     attend: Attend
     shard: Callable[[Tensor], Tensor]
@@ -71,14 +71,14 @@ class Subject(ABC):
 
     @abstractmethod
     def layout(self, case: Case) -> Layout:
-        """How a case's tokens are dealt to the ranks."""
+        """How a case's tokens are assigned to the ranks."""
 
     @abstractmethod
     def instance(self, case: Case, group: ProcessGroup) -> Instance:
         """In a rank: a new attention for the case."""
 
     def in_other_layouts(self, case: Case) -> Mapping[str, Subject]:
-        """The subject with its tokens dealt in another way than in the case, by layout; none where that isn't open."""
+        """The subject with its tokens in another layout than the case's, by layout; none where that isn't open."""
         return {}
 
     def sent_bytes(self, case: Case, phase: str) -> float | None:
@@ -150,7 +150,7 @@ class Function(Subject):
         keywords |= {"window_size": case.window_size} if case.window else {}
         keywords |= {"scale": case.scale} if case.scale else {}
         shard, unshard = made.shard, made.unshard
-        instance = _dealt(lambda q, k, v: function(q, k, v, **keywords), self.layout(case), group)
+        instance = _assigned(lambda q, k, v: function(q, k, v, **keywords), self.layout(case), group)
         instance.shard = (lambda x: shard(x, group)) if shard else instance.shard
         instance.unshard = (lambda x: unshard(x, group)) if unshard else instance.unshard
         return instance
@@ -193,14 +193,14 @@ class Package(Subject):
 
     def layout(self, case: Case) -> Layout:
         peer = self.peer(case)
-        return peer.dealt(case.problem(peer.layout_of(case.whole_mask(), case.n))).layout
+        return peer.assigned(case.problem(peer.layout_of(case.whole_mask(), case.n))).layout
 
     def instance(self, case: Case, group: ProcessGroup) -> Instance:
         import torch
 
         peer, layout = self.peer(case), self.layout(case)
         problem, among = case.problem(layout), group if peer.takes_group else None
-        return _dealt(peer.attention(problem, torch.device("cpu"), among), layout, group)
+        return _assigned(peer.attention(problem, torch.device("cpu"), among), layout, group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,11 +214,11 @@ class Own(Subject):
         return Claims(dtypes=dtypes, uneven=True, documents=True, window=True)
 
     def variant(self, case: Case) -> tuple[Method, Problem]:
-        """The variant that the attention runs, and the problem as it deals it. Raises RequestError where it refuses."""
+        """The variant that the attention runs, and its assigned problem. Raises RequestError where it refuses."""
         method = build(self.name, dict(self.options))
         problem = case.problem(method.layout_of(case.whole_mask(), case.n))
         least = min(method.candidates(problem), key=lambda m: sum(m.bytes_sent(problem, phase) for phase in PHASES))
-        return least, least.dealt(problem)
+        return least, least.assigned(problem)
 
     def refuse(self, case: Case) -> None:
         if case.scale:
@@ -250,8 +250,8 @@ class Own(Subject):
         return None if case.documents else case.n * method.bytes_sent(problem, phase)
 
 
-def _dealt(attend: Attend, layout: Layout, group: ProcessGroup) -> Instance:
-    """An attention whose tokens are dealt as a layout says."""
+def _assigned(attend: Attend, layout: Layout, group: ProcessGroup) -> Instance:
+    """An attention whose tokens are assigned as a layout says."""
     from sp_bench.run import sharding
 
     n, rank = group.size(), group.rank()

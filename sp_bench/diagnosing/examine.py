@@ -156,7 +156,7 @@ def spec(n: int, kernel: str, dtype: str, head_dim: int, mask: Mask = CAUSAL, la
         layout=mask.layout(layout, n),
     )  # fmt: skip
     method = build("ring", {"layout": layout}).candidates(problem)[0]
-    problem = method.dealt(problem)
+    problem = method.assigned(problem)
     plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
     return Spec(workload=Attention(phases=PHASES), problem=problem, plans=plans, kernel=kernel)
 

@@ -51,7 +51,7 @@ def _plans(n: int) -> Iterator[Plan]:
     for name in REGISTRY:
         try:
             for method in build(name, {}).candidates(problem):
-                yield from (method.plan(method.dealt(problem), phase, COMPUTE_BOUND) for phase in PHASES)
+                yield from (method.plan(method.assigned(problem), phase, COMPUTE_BOUND) for phase in PHASES)
         except RequestError:
             continue  # not for so many ranks
 

@@ -68,7 +68,7 @@ class Batch:
         last = [int(whole[positions(attention.layout, r, attention.n, self.seqlen)].max()) for r in ranks]
         return [self.first_position + position for position in last]
 
-    def deal(self, x: Tensor) -> Tensor:
+    def shard(self, x: Tensor) -> Tensor:
         """This rank's tokens: (B, seqlen) -> (B, S)."""
         return shard(x, self.attention.layout, self.attention.rank, self.attention.n)
 
@@ -134,5 +134,5 @@ def batch_of(x: Tensor) -> Batch | None:
 
 
 def batch_in(given: Any) -> Any:
-    """The batch among what `deal` returned, or the batch itself."""
+    """The batch among what `shard` returned, or the batch itself."""
     return next((x for x in given.values() if isinstance(x, Batch)), None) if isinstance(given, dict) else given

@@ -117,7 +117,7 @@ def refuse_padding(attention_mask: Tensor | None) -> None:
     """Raise RequestError if some token is padding."""
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 and not bool(attention_mask.bool().all()):
         rule = "padding is not masked: documents are packed end to end, and told by position_ids that begin again at 0"
-        raise RequestError("attention_mask", rule, "deal(input_ids, position_ids=...) without padding would work")
+        raise RequestError("attention_mask", rule, "shard(input_ids, position_ids=...) without padding would work")
 
 
 def _read(function: Callable) -> Sees:

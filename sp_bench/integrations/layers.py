@@ -43,7 +43,7 @@ OTHER_KEYS = {"key": "query", "keys": "queries", "k": "q"}
 
 
 def refuse(model: Any) -> None:
-    """Raise RequestError for a model that would compute something else on dealt tokens."""
+    """Raise RequestError for a model that would compute something else on sharded tokens."""
     name, config = type(model).__name__, model.config
     if not any(_is_ours(getattr(part, "config", None)) for part in model.modules()):
         rule = (
@@ -51,7 +51,7 @@ def refuse(model: Any) -> None:
         )
         raise RequestError(name, rule, f'attn_implementation="{NAME}" would work')
     if getattr(config, "is_encoder_decoder", False):
-        raise RequestError(name, "has two sequences, an encoder's and a decoder's, and one is dealt", OTHERWISE)
+        raise RequestError(name, "has two sequences, an encoder's and a decoder's, and one is sharded", OTHERWISE)
     tried: set[type] = set()
     for path, layer, kind in _layers(model):
         _refuse_layer(name, path, layer, kind)
@@ -67,7 +67,7 @@ def refuse(model: Any) -> None:
 
 
 def _refuse_other_keys(module: nn.Module, args: tuple, given: dict[str, Any]) -> None:
-    """Raise RequestError for an attention that is called with keys of another sequence, which is not dealt."""
+    """Raise RequestError for an attention that is called with keys of another sequence, which is not sharded."""
     if not _is_ours(getattr(module, "config", None)):
         return
     arguments = inspect.signature(module.forward).bind_partial(*args, **given).arguments
@@ -80,7 +80,7 @@ def _refuse_other_keys(module: nn.Module, args: tuple, given: dict[str, Any]) ->
 
 def refuse_cross(name: str, key: str) -> NoReturn:
     """Raise RequestError for an attention to another sequence."""
-    rule = "its keys are of another sequence than its queries, which is not dealt to ranks"
+    rule = "its keys are of another sequence than its queries, which is not sharded over ranks"
     raise RequestError(f"{name} with {key}", rule, OTHERWISE)
 
 

@@ -1,4 +1,4 @@
-"""Calls of models of transformers whose tokens are dealt over ranks: what is refused before, and the sum of losses."""
+"""Calls of transformers' models on tokens sharded over ranks: what is refused before, and the sum of losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Call:
 
     def __init__(self, batch: Batch | None) -> None:
         self.batch = batch
-        """None where the caller dealt tokens without `deal`."""
+        """None where the caller sharded tokens without `shard`."""
         self.loss: Tensor | None = None
         self.version = 0
         """That of the loss when it was computed: adding to it in place raises it."""
@@ -33,19 +33,19 @@ class Call:
 
 under_way: ContextVar[Call | None] = ContextVar("under_way", default=None)
 """The outermost call of a model."""
-Undealt = Callable[[int, Tensor | None], Batch]
-"""(tokens of this rank, their position_ids) -> the one sequence that they are of, if the caller dealt them right."""
-_undealt: list[Undealt] = []
+BatchOfCaller = Callable[[int, Tensor | None], Batch]
+"""(tokens of this rank, their position_ids) -> the one sequence that they are of, if the caller sharded them right."""
+_batch_of_caller: list[BatchOfCaller] = []
 
 
-def watch(undealt: Undealt) -> None:
+def watch(batch_of_caller: BatchOfCaller) -> None:
     """Look at each model of transformers before it is called, if its attention is the suite's.
 
     A model without attention never calls the attention that is registered, so that nothing else would see it.
     """
     from transformers import PreTrainedModel
 
-    _undealt[:] = [undealt]
+    _batch_of_caller[:] = [batch_of_caller]
     if getattr(PreTrainedModel.__call__, "of", "") == NAME:
         return
 
@@ -81,7 +81,7 @@ def _called(model: Any, call: Callable[..., Any], args: tuple, given: dict[str, 
 
 
 def _sequence(model: Any, args: tuple, given: dict[str, Any]) -> Batch | None:
-    """The sequence that a caller dealt without `deal`; None if the model gets no tokens of text."""
+    """The sequence that a caller sharded without `shard`; None if the model gets no tokens of text."""
     known = signature(model.forward)
     arguments = known.bind_partial(*args, **given).arguments
     for parameter in known.parameters.values():
@@ -90,11 +90,11 @@ def _sequence(model: Any, args: tuple, given: dict[str, Any]) -> Batch | None:
     tokens = next((arguments[key] for key in ("input_ids", "inputs_embeds") if arguments.get(key) is not None), None)
     if tokens is None:
         return None
-    batch = _undealt[0](tokens.shape[1], arguments.get("position_ids"))
+    batch = _batch_of_caller[0](tokens.shape[1], arguments.get("position_ids"))
     shifts = arguments.get("labels") is not None and arguments.get("shift_labels") is None
     if shifts and batch.attention.n > 1 and getattr(model, "loss_type", "") == "ForCausalLM":
         rule = "are shifted among the tokens of this rank, whose next ones are on other ranks"
-        raise RequestError("labels", rule, "labels with shift_labels, or model(**deal(input_ids)), would work")
+        raise RequestError("labels", rule, "labels with shift_labels, or model(**shard(input_ids)), would work")
     return batch
 
 
@@ -127,7 +127,7 @@ def _refuse_scales(model: Any, batch: Batch) -> None:
         limit = getattr(module, SCALED_FROM, None)
         scales = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
         if limit and scales and batch.seqlen >= limit:
-            rule = f"scales queries by the place of tokens in the tensor, and {batch.seqlen} are dealt over ranks"
+            rule = f"scales queries by the place of tokens in the tensor, and {batch.seqlen} are sharded over ranks"
             raise RequestError(f"attn_temperature_tuning from {limit:g} tokens on", rule, OTHERWISE)
 
 
@@ -188,7 +188,7 @@ def _refuse_loss(model: Any, given: dict[str, Any], out: Any, call: Call) -> Non
     if loss is None or given.get("labels") is None:
         return
     if call.loss is None:
-        rule = "computes its loss by code of its own, from labels that are shifted and dealt"
+        rule = "computes its loss by code of its own, from labels that are shifted and sharded"
         raise RequestError(type(model).__name__, rule, "a call without labels, and a loss of its logits, would work")
     if loss is not call.loss or loss._version != call.version:
         rule = (

@@ -2,12 +2,12 @@
 
     parallel = register("mesh", tile=(2, 2))               # in each rank of torch.distributed
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sp_bench")
-    loss = model(**parallel.deal(input_ids)).loss          # this rank's part: those of all ranks add up
+    loss = model(**parallel.shard(input_ids)).loss          # this rank's part: those of all ranks add up
     loss.backward()                                        # then sum the gradients over the ranks
 
-Every rank passes the whole batch to `deal` and gets its own tokens of it. Labels are shifted before tokens are dealt,
-and the loss is divided by the number of labels of all ranks. What `deal` returns carries the batch's documents to the
-layers, so that batches may be under way together.
+Every rank passes the whole batch to `shard` and gets its own tokens of it. Labels are shifted before tokens are
+sharded, and the loss is divided by the number of labels of all ranks. What `shard` returns carries the batch's
+documents to the layers, so that batches may be under way together.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Parallel:
         self._method, self._group, self._options = method, group, options
         self._attentions: OrderedDict[Mask, SequenceParallelAttention] = OrderedDict()
         self._agreement = agreement_of(group or world(), "batches") if self._whole.n > 1 else None
-        self._dealt: OrderedDict[int, Batch | None] = OrderedDict()
-        """Tokens of this rank -> a batch with so many; None if they were dealt in several ways."""
+        self._sharded: OrderedDict[int, Batch | None] = OrderedDict()
+        """Tokens of this rank -> a batch with so many; None if they were sharded in several ways."""
         self._met: set[int] = set()
-        """Numbers of this rank's tokens in sequences that the caller dealt."""
+        """Numbers of this rank's tokens in sequences that the caller sharded."""
 
     def attention(self, mask: Mask) -> SequenceParallelAttention:
-        """The method's attention under a mask, of tokens dealt as suits it."""
+        """The method's attention under a mask, of tokens sharded as suits it."""
         if mask not in self._attentions:
             made = SequenceParallelAttention(self._method, mask=mask, group=self._group, **self._options)
             made.share(self._whole)
@@ -64,7 +64,7 @@ class Parallel:
             self._attentions.popitem(last=False)
         return self._attentions[mask]
 
-    def deal(
+    def shard(
         self, input_ids: Tensor, *, labels: Tensor | None = None, position_ids: Tensor | None = None
     ) -> dict[str, Any]:
         """This rank's arguments of a causal language model, of a whole batch (B, seqlen). All ranks must call it.
@@ -94,13 +94,13 @@ class Parallel:
             input_ids, labels = input_ids.reshape(1, -1), labels.reshape(1, -1)
         whole = shifted(labels, found.lengths)
         found.count = int((whole != IGNORED).sum())
-        found.labels = found.deal(whole)
+        found.labels = found.shard(whole)
         positions = torch.cat([torch.arange(length, device=input_ids.device) for length in found.lengths])[None]
-        ids = found.deal(input_ids)
+        ids = found.shard(input_ids)
         self._note(Batch(found.lengths, found.rows, found.attention))
         return {
             "input_ids": ids,
-            "position_ids": found.deal(positions).expand_as(ids),
+            "position_ids": found.shard(positions).expand_as(ids),
             "use_cache": False,
             "labels": found.labels,
             "shift_labels": found.labels,
@@ -114,34 +114,34 @@ class Parallel:
         attention = self.attention(CAUSAL if len(lengths) == 1 else Documents(lengths))
         return Batch(lengths, len(rows) if differ else 0, attention)
 
-    def gather(self, x: Tensor, dealt: dict[str, Any] | Batch | None = None) -> Tensor:
+    def gather(self, x: Tensor, sharded: dict[str, Any] | Batch | None = None) -> Tensor:
         """The whole sequence of what ranks have by token, such as logits: (B, S, ...) -> (B, seqlen, ...).
 
-        `dealt` is what `deal` returned for the batch. Without it, `x` must be a model's logits, or all batches so far
-        must be dealt alike. Raises RequestError if that is not so.
+        `sharded` is what `shard` returned for the batch. Without it, `x` must be a model's logits, or all batches so
+        far must be sharded alike. Raises RequestError if that is not so.
         """
-        batch = batch_in(dealt) or batch_of(x) or self._alike(x)
+        batch = batch_in(sharded) or batch_of(x) or self._alike(x)
         if batch is None:
-            rule = f"batches with {x.shape[1]} tokens a rank were dealt in several ways, and this may be of any"
+            rule = f"batches with {x.shape[1]} tokens a rank were sharded in several ways, and this may be of any"
             raise RequestError(
-                f"gather of {tuple(x.shape)}", rule, "gather(x, dealt), with what deal returned, would work"
+                f"gather of {tuple(x.shape)}", rule, "gather(x, sharded), with what shard returned, would work"
             )
         return batch.gather(x)
 
     def _alike(self, x: Tensor) -> Batch | None:
-        """A batch dealt as all were that had so many tokens a rank; None if there were others, or too many to know."""
-        if not self._dealt:
+        """A batch sharded as all with so many tokens a rank were; None if they differ, or were too many to know."""
+        if not self._sharded:
             return Batch((x.shape[1] * self._whole.n,), 0, self._whole)
-        return self._dealt.get(x.shape[1])
+        return self._sharded.get(x.shape[1])
 
     def _note(self, batch: Batch) -> None:
-        """Keep how a batch is dealt, or that batches with so many tokens differ."""
-        before = self._dealt.setdefault(batch.tokens, batch)
+        """Keep how a batch is sharded, or that batches with so many tokens differ."""
+        before = self._sharded.setdefault(batch.tokens, batch)
         if before is not None and before.told != batch.told:
-            self._dealt[batch.tokens] = None
-        self._dealt.move_to_end(batch.tokens)
-        while len(self._dealt) > MOST_MASKS:
-            self._dealt.popitem(last=False)
+            self._sharded[batch.tokens] = None
+        self._sharded.move_to_end(batch.tokens)
+        while len(self._sharded) > MOST_MASKS:
+            self._sharded.popitem(last=False)
 
     def __call__(
         self,
@@ -174,7 +174,7 @@ class Parallel:
         return attention(q, k, v, seqlen=seqlen, sinks=_sinks(given)), None
 
     def _batch_of(self, module: torch.nn.Module, query: Tensor, given: dict[str, Any]) -> Batch | None:
-        """The batch that the layer was told of; None if the caller dealt tokens without `deal`."""
+        """The batch that the layer was told of; None if the caller sharded tokens without `shard`."""
         told, call = given.get(NAME), under_way.get()
         if told is None and call is not None:
             batch = call.batch
@@ -184,15 +184,15 @@ class Parallel:
                 raise RequestError(type(module).__name__, rule, would_work)
             told = batch
         if told is not None and query.shape[2] != (mine := told.tokens):
-            rule = f"this rank has {mine} tokens of the batch: the layer is not one of those that see dealt tokens"
+            rule = f"this rank has {mine} tokens of the batch: the layer is not one of those that see sharded tokens"
             would_work = (
                 f'attn_implementation={{"text_config": "{NAME}"}}, which leaves out towers of images, would work'
             )
             raise RequestError(f"{type(module).__name__} on {query.shape[2]} tokens", rule, would_work)
         return told
 
-    def undealt(self, tokens: int, position_ids: Tensor | None) -> Batch:
-        """The one sequence of which a caller has dealt so many tokens to this rank by himself.
+    def batch_of_caller(self, tokens: int, position_ids: Tensor | None) -> Batch:
+        """The one sequence of which a caller has sharded so many tokens to this rank by himself.
 
         Raises RequestError if their positions are not those of this rank's tokens; on all ranks if `tokens` is new.
         """
@@ -205,7 +205,7 @@ class Parallel:
         said: str | RequestError = f"position_ids from {batch.first_position} on"
         if position_ids is None or batch.first_position < 0 or not bool((given - batch.first_position == mine).all()):
             rule = "are not those of this rank's tokens, or begin again at 0"
-            said = RequestError("position_ids", rule, "model(**deal(input_ids)) would work")
+            said = RequestError("position_ids", rule, "model(**shard(input_ids)) would work")
         if tokens not in self._met:
             self._agreement.make(said, "all ranks must number one sequence", "positions(seqlen) of each would work")
             self._met.add(tokens)
@@ -249,7 +249,7 @@ def _sinks(given: dict[str, Any]) -> Tensor | None:
 
 def _refuse(query: Tensor, key: Tensor, dropout: float, given: dict[str, Any]) -> None:
     if query.shape[2] != key.shape[2]:
-        rule = f"{query.shape[2]} queries and {key.shape[2]} keys: a cache of keys is not dealt"
+        rule = f"{query.shape[2]} queries and {key.shape[2]} keys: a cache of keys is not sharded"
         raise RequestError("use_cache=True", rule, "use_cache=False would work")
     if dropout:
         would_work = "model.eval(), training with attention_dropout=0.0, or one process would work"
@@ -273,5 +273,5 @@ def register(method: str = "mesh", *, group: dist.ProcessGroup | None = None, **
     parallel = Parallel(method, group, options)
     AttentionInterface.register(NAME, parallel)
     AttentionMaskInterface.register(NAME, mask_function)
-    watch(parallel.undealt)
+    watch(parallel.batch_of_caller)
     return parallel

@@ -88,7 +88,7 @@ _CACHE: WeakKeyDictionary[Plan, dict[tuple[Problem, TransportKind], Lowering]] =
 
 
 def lower(plan: Plan, problem: Problem, transport: TransportKind = NCCL) -> Lowering:
-    """The lowering of a plan for a dealt problem, cached. Raises PlanError as `dataflow` does.
+    """The lowering of a plan for an assigned problem, cached. Raises PlanError as `dataflow` does.
 
     Transports differ in `preposted`, `pipelined`, `rows`, `in_place`, and the staging buffers of reduce-scatters
     and of results.

@@ -105,10 +105,10 @@ def sliced_in_place(plan: Plan, problem: Problem, unsummed: Container[Chunk]) ->
     """
     if problem.head_slices == 1:
         return frozenset()
-    dealt = [op for op in plan.ops if isinstance(op, AllToAll)]
-    read = {chunk for op in dealt for chunk in op.reads}
+    exchanged = [op for op in plan.ops if isinstance(op, AllToAll)]
+    read = {chunk for op in exchanged for chunk in op.reads}
     read -= {chunk for op in plan.ops if not isinstance(op, AllToAll) for chunk in op.reads}
-    as_held = {op.recv for op in dealt if _held_as_result(op.recv, problem, unsummed)}
+    as_held = {op.recv for op in exchanged if _held_as_result(op.recv, problem, unsummed)}
     return frozenset(read.intersection(plan.inputs) | as_held.intersection(plan.outputs))
 
 

@@ -193,14 +193,14 @@ class Peer(ABC):
         return importlib.metadata.version(self.distribution)
 
     def layout_of(self, mask: Mask, n: int) -> Layout:
-        """The layout of the problem that is asked for; `dealt` has the algorithm's own."""
+        """The layout of the problem that is asked for; `assigned` has the algorithm's own."""
         return mask.layout(self.layout, n)
 
     def head_parallel(self, problem: Problem) -> int:
         """The head-parallel degree: the number of consecutive ranks that split the heads of a chunk."""
         return 1
 
-    def dealt(self, problem: Problem) -> Problem:
+    def assigned(self, problem: Problem) -> Problem:
         """The problem in the algorithm's layout."""
         layout = self.mask.layout(self.layout)
         return replace(problem, layout=replace(layout, head_parallel=self.head_parallel(problem)))

@@ -1,10 +1,10 @@
 """The plan vocabulary: all that a method imports from the suite. Pure Python, no torch."""
 
 from sp_bench.errors import RequestError, unknown
+from sp_bench.plan.assignments import ASSIGNMENTS, AssignedLayout
 from sp_bench.plan.cast_rows import members_seen
 from sp_bench.plan.casts import rows_seen_elsewhere
 from sp_bench.plan.costs import CostProfile
-from sp_bench.plan.dealers import DEALERS, Dealt
 from sp_bench.plan.fuse import one_block
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
 from sp_bench.plan.layout import Layout
@@ -44,8 +44,8 @@ from sp_bench.plan.row_sums import send_row_sums, without_o
 from sp_bench.plan.tensors import DKV, DO, DOQ, DQ, KV, ODOQ, OUT, O, Q, Tensor
 
 __all__ = [
+    "ASSIGNMENTS",
     "BACK",
-    "DEALERS",
     "DKV",
     "DO",
     "DOQ",
@@ -57,13 +57,13 @@ __all__ = [
     "OUT",
     "UP",
     "AllToAll",
+    "AssignedLayout",
     "Attend",
     "AttendBackward",
     "Bundle",
     "Chunk",
     "CollectiveMethod",
     "CostProfile",
-    "Dealt",
     "Exchange",
     "Fold",
     "Gathered",

@@ -2,9 +2,9 @@
 
 The queries of all sequences are one sequence of rows, one behind the other, and so are the keys of all caches. Query
 heads that share a key head are rows of it, as kernels for decoding have them (grouped queries as rows): a problem of
-caches has as many heads as key heads, and `share` rows for each new token. Each cache is dealt to all ranks in runs,
-its share of every sequence (KV parallelism of Helix, Bhatia et al. 2025, section 2), while rows are dealt as a whole.
-So the work of every rank is the same, whatever the lengths. Or each cache is dealt by pages in turn, so that ranks have
+caches has as many heads as key heads, and `share` rows for each new token. Each cache is assigned to all ranks in runs,
+its share of every sequence (KV parallelism of Helix, Bhatia et al. 2025, section 2); rows are assigned as a whole. So
+the work of every rank is the same, whatever the lengths. Or each cache is assigned by pages in turn, so that ranks have
 whole pages and differ by one, as in decode context parallelism of vLLM (cp_kv_cache_interleave_size). There may be
 fewer rows than ranks, of which some then have none: all of them attend to all rows.
 """
@@ -31,7 +31,7 @@ KEYS_OF_ALL = 1024
 
 @dataclass(frozen=True)
 class Pages:
-    """Pages of so many tokens, dealt to chunks in turn: chunk c has pages c, c + chunks, ..."""
+    """Pages of so many tokens, assigned to chunks in turn: chunk c has pages c, c + chunks, ..."""
 
     tokens: int
 
@@ -91,7 +91,7 @@ class Caches(OfLengths):
     share: int = 1
     """Rows of each new token: the query heads that share a key head."""
     page: int | None = None
-    """Tokens of a page, if each cache is dealt to ranks by pages in turn; None: each rank has a run of it."""
+    """Tokens of a page, if each cache is assigned to ranks by pages in turn; None: each rank has a run of it."""
     left: int | None = None
     """How many keys before its own position a new token sees; None: all of its cache."""
     firsts: tuple[int, ...] = ()
@@ -238,7 +238,7 @@ class Caches(OfLengths):
             raise RequestError(f"a cache of {short} keys", rule, f"{n} keys or more, or fewer GPUs, would work")
 
     def shortened(self, n: int) -> Caches:
-        """The same sequences with shorter caches, as unevenly dealt to `n` ranks, each rank with some keys of each.
+        """The same sequences with shorter caches, as unevenly assigned to `n` ranks, each rank with some keys of each.
 
         Pages stay as they are, since kernels take some sizes and not others: a rank has more than one of each cache.
         """

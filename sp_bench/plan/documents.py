@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.dealers import DEALERS, FOR_ANY, Deal, Dealt
+from sp_bench.plan.assignments import ASSIGNMENTS, FOR_ANY, AssignedLayout, TokenAssignment
 from sp_bench.plan.intervals import Runs, regions_of_runs, runs_of
 from sp_bench.plan.layout import LAYOUTS, Cut, Cuts, Layout, Positions, Shards, joined_cuts, placed
 from sp_bench.plan.mask import CAUSAL, FULL, Mask
@@ -86,7 +86,7 @@ class Packed(OfLengths):
     new: tuple[int, ...] = ()
     """Tokens of each document that are queries, which are its last ones; empty for all of them."""
     cached: tuple[tuple[int, ...], ...] = ()
-    """For each document, the tokens before its queries in stretches that were dealt to ranks one by one, among them
+    """For each document, the tokens before its queries in stretches that were assigned to ranks one by one, among them
     those that no query sees; empty where nothing is."""
 
     sends_unseen: ClassVar[bool] = False
@@ -116,8 +116,8 @@ class Packed(OfLengths):
                 raise RequestError(f"{what} of {count} tokens", rule, f"at most {MOST_BEFORE} would work")
 
     def behind(self, cached: Sequence[Sequence[int]]) -> Self:
-        """The same documents as queries, each behind what is `cached` of it: the tokens of each stretch that was dealt
-        to ranks on its own. No history is the same as one of no tokens.
+        """The same documents as queries, each behind what is `cached` of it: the tokens of each stretch that was
+        assigned to ranks on its own. No history is the same as one of no tokens.
         """
         stretches = tuple(tuple(filter(None, each)) for each in cached)
         if not any(stretches):
@@ -131,8 +131,8 @@ class Packed(OfLengths):
         return replace(self, lengths=lengths, new=self.lengths, cached=cached)
 
     def part(self, start: int, stop: int, cached: tuple[int, ...]) -> Self:
-        """The mask of the queries start <= q < stop of one sequence, behind its tokens before them, which were dealt to
-        ranks in these stretches one by one: those of which a query sees some, so that parts that see alike are alike.
+        """The mask of the queries start <= q < stop of one sequence, behind its tokens before them, which were assigned
+        to ranks in these stretches one by one: those of which a query sees some. Parts that see alike are alike.
         """
         edges = self.query_edges.clip(start, stop)
         new = tuple(np.diff(edges)[np.diff(edges) > 0].tolist())
@@ -364,9 +364,9 @@ class Packed(OfLengths):
             name = min(even, key=lambda each: found[each].remote_tokens)
         if name in LAYOUTS:
             return LAYOUTS[name]
-        if name not in DEALERS:
-            raise unknown("method.layout", name, [*LAYOUTS, *DEALERS, "auto"])
-        return Dealt(name, 1, Deal(self, name))
+        if name not in ASSIGNMENTS:
+            raise unknown("method.layout", name, [*LAYOUTS, *ASSIGNMENTS, "auto"])
+        return AssignedLayout(name, 1, TokenAssignment(self, name))
 
 
 class Documents(Packed):
@@ -398,7 +398,7 @@ class Chunked(Packed):
     @classmethod
     def of(cls, tokens: int, seqlen: int, *, causal: bool = True, cached: Sequence[int] = ()) -> Chunked:
         """Chunks of so many tokens in a sequence of `seqlen`, behind what is `cached` of it, in stretches that were
-        dealt one by one.
+        assigned one by one.
         """
         begun = sum(cached) % tokens
         first = min(tokens - begun, seqlen)
@@ -409,5 +409,5 @@ class Chunked(Packed):
 
 @lru_cache(maxsize=32)
 def _blocks(mask: Packed, layout: Layout, n: int) -> PackBlocks:
-    # Counting pairs takes long, and a method's variants deal alike.
+    # Counting pairs takes long, and a method's variants assign alike.
     return PackBlocks(mask, layout, n, mask.seqlen, int(mask.edges[-1]))

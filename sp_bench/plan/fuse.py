@@ -11,8 +11,8 @@ must lie in neighbouring receive buffers, which one allocation holds side by sid
 them as one tensor, and nothing is copied. A rank's own chunks are where the caller put them, and stay apart.
 
 Plans stay as they are where fewer calls can't be had: where the mask cuts a block of two different chunks along a
-diagonal (striped layout), under packs of documents, where all ranks hold keys beside the dealt ones, and where chunks
-differ in size or have several batch entries.
+diagonal (striped layout), under packs of documents, where all ranks hold keys beside the assigned ones, and where
+chunks differ in size or have several batch entries.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Slot(NamedTuple):
 
 
 def fuse(plan: Plan, problem: Problem) -> Plan:
-    """The plan with its blocks fused, for a dealt problem; the same plan if there are none to fuse."""
+    """The plan with its blocks fused, for an assigned problem; the same plan if there are none to fuse."""
     if not fusible(problem):
         return plan
     groups: list[tuple[int, ...]] = []

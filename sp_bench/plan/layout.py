@@ -142,9 +142,9 @@ def placed(runs: Iterable[range], cuts: Cuts) -> Positions:
 
 @dataclass(frozen=True)
 class Shards:
-    """The tokens of one side of an attention, its queries or its keys, as a layout deals them to `n` ranks.
+    """The tokens of one side of an attention, its queries or its keys, as a layout assigns them to `n` ranks.
 
-    Each of the `stretches` is dealt on its own, one after the other: keys may be a history and then the keys of the
+    Each of the `stretches` is assigned on its own, one after the other: keys may be a history and then the keys of the
     queries' own tokens, so that a rank has these where it has the queries. A stretch but the last may be too short for
     every rank to have some of it.
     """
@@ -154,14 +154,14 @@ class Shards:
     stretches: tuple[int, ...]
     """Tokens of each stretch."""
     cuts: Cuts = ()
-    """The tokens of all stretches, numbered as they are dealt, that are part of it, with their positions; without any,
-    all of them in this order. A rank has its tokens in the order of their positions."""
+    """The tokens of all stretches, numbered as they are assigned, that are part of it, with their positions; without
+    any, all of them in this order. A rank has its tokens in the order of their positions."""
 
     @cached_property
     def _hash(self) -> int:
         return hash((self.layout, self.n, self.stretches, self.cuts))
 
-    def __hash__(self) -> int:  # of a dealt layout it takes long, and is asked for again and again
+    def __hash__(self) -> int:  # of an assigned layout it takes long, and is asked for again and again
         return self._hash
 
     def __reduce__(self):  # hashes differ from process to process
@@ -169,7 +169,7 @@ class Shards:
 
     @classmethod
     def of(cls, layout: Layout, n: int, seqlen: int, history: int = 0) -> Self:
-        """The shards of `seqlen` tokens, of which the first `history` are dealt on their own."""
+        """The shards of `seqlen` tokens, of which the first `history` are assigned on their own."""
         return cls(layout, n, (history, seqlen - history) if history else (seqlen,))
 
     @property
@@ -191,13 +191,13 @@ class Shards:
         """How many tokens each of one or an array of ranks owns; a single number where all own the same."""
         if self.cuts:
             return _of(self._cut_tokens, rank)
-        return sum(layout.tokens(rank, self.n, seqlen) for layout, seqlen in self._dealt)
+        return sum(layout.tokens(rank, self.n, seqlen) for layout, seqlen in self._assigned)
 
     def chunk_tokens(self, chunk) -> Any:
         """How many tokens each of one or an array of chunks has; a single number where all have the same."""
         if self.cuts:
             return _of(self._cut_chunk_tokens, chunk)
-        return sum(layout.chunk_tokens(chunk, self.chunks, seqlen) for layout, seqlen in self._dealt)
+        return sum(layout.chunk_tokens(chunk, self.chunks, seqlen) for layout, seqlen in self._assigned)
 
     def positions(self, rank: int) -> Positions:
         """The positions of the tokens that a rank owns, in its own order."""
@@ -212,8 +212,8 @@ class Shards:
         degree = self.layout.head_parallel
         if self.cuts:
             return _rows_among(self.positions(rank), self.chunk_positions(rank // degree))
-        chunk = [layout.chunk_tokens(rank // degree, self.chunks, seqlen) for layout, seqlen in self._dealt]
-        runs = [layout.run(rank, self.n, seqlen) for layout, seqlen in self._dealt]
+        chunk = [layout.chunk_tokens(rank // degree, self.chunks, seqlen) for layout, seqlen in self._assigned]
+        runs = [layout.run(rank, self.n, seqlen) for layout, seqlen in self._assigned]
         starts = accumulate(chunk, initial=0)
         return tuple(range(start + run.start, start + run.stop) for start, run in zip(starts, runs, strict=False))
 
@@ -222,7 +222,7 @@ class Shards:
         """Whether all ranks own as many tokens, in chunks of one size."""
         if self.cuts:
             return len({*self._cut_tokens.tolist()}) == len({*self._cut_chunk_tokens.tolist()}) == 1
-        return all(layout.is_even(self.n, seqlen) for layout, seqlen in self._dealt)
+        return all(layout.is_even(self.n, seqlen) for layout, seqlen in self._assigned)
 
     @cached_property
     def most(self) -> int:
@@ -241,11 +241,11 @@ class Shards:
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
         """The chunks at which the lengths of pieces change: those before each have one token more somewhere."""
-        found = (layout.boundary(self.chunks, seqlen) for layout, seqlen in self._dealt)
+        found = (layout.boundary(self.chunks, seqlen) for layout, seqlen in self._assigned)
         return tuple(filter(None, found))
 
     @cached_property
-    def _dealt(self) -> tuple[tuple[Layout, int], ...]:
+    def _assigned(self) -> tuple[tuple[Layout, int], ...]:
         """The layout and the tokens of each stretch."""
         *before, last = self.stretches
         return (*((self.layout.of_history, seqlen) for seqlen in before), (self.layout, last))
@@ -262,14 +262,14 @@ class Shards:
         """Raise RequestError where the length of the last stretch, called `key`, leaves a rank without a token."""
         self.layout.refuse(self.n, self.stretches[-1], key)
 
-    def _one_after_the_other(self, dealt: Callable[[Layout, int], Positions]) -> Positions:
+    def _one_after_the_other(self, assigned: Callable[[Layout, int], Positions]) -> Positions:
         if self.in_runs:
-            return tuple(filter(None, dealt(self.layout, self.seqlen)))
+            return tuple(filter(None, assigned(self.layout, self.seqlen)))
         starts = accumulate(self.stretches, initial=0)
         moved = (
             range(run.start + start, run.stop + start, run.step)
-            for start, (layout, seqlen) in zip(starts, self._dealt, strict=False)
-            for run in dealt(layout, seqlen)
+            for start, (layout, seqlen) in zip(starts, self._assigned, strict=False)
+            for run in assigned(layout, seqlen)
         )
         return placed(moved, self.cuts) if self.cuts else tuple(filter(None, moved))
 

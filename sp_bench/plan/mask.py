@@ -20,7 +20,7 @@ from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.dealers import DEALERS
+from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.layout import LAYOUTS, Layout, Positions, Shards
 from sp_bench.plan.regions import Region, RegionKind, Regions
 
@@ -36,7 +36,7 @@ class Mask(ABC):
     sends_unseen: ClassVar[bool] = True
     """Whether plans also send what no query of the receiver sees, as the papers' formulas have it."""
     held: ClassVar[int] = 0
-    """How many keys all ranks hold beside those that are dealt (Joint)."""
+    """How many keys all ranks hold beside those that are assigned (Joint)."""
     in_pieces: ClassVar[bool] = False
     """Whether a block may have many small regions, which kernels take together where they can."""
     balanced: ClassVar[tuple[str, ...]] = ()
@@ -77,11 +77,11 @@ class Mask(ABC):
         """Raise RequestError for a sequence, or a number of keys, that the mask doesn't fit."""
 
     def history(self, seqlen: int, kv_seqlen: int) -> int:
-        """The position of the first query among the keys: how many are before all queries, and dealt on their own."""
+        """The position of the first query among the keys: how many come before all queries, assigned on their own."""
         return 0
 
     def keys(self, layout: Layout, n: int, seqlen: int, kv_seqlen: int) -> Shards:
-        """The keys that queries see, as they are dealt where queries have this layout: a history on its own."""
+        """The keys that queries see, as they are assigned where queries have this layout: a history on its own."""
         return Shards.of(layout, n, kv_seqlen, self.history(seqlen, kv_seqlen))
 
     def among_keys(self, queries: Positions, seqlen: int, kv_seqlen: int) -> Positions:
@@ -115,8 +115,8 @@ class WholeMask(Mask):
 
     def layout(self, name: str, n: int = 1, among: Sequence[str] = ()) -> Layout:
         name = self.balanced[0] if name == "auto" else name
-        if name in DEALERS:
-            rule = f"deals documents, and mask={self.name} has none"
+        if name in ASSIGNMENTS:
+            rule = f"assigns documents, and mask={self.name} has none"
             would_work = f"one of {', '.join(LAYOUTS)}, or mask=document, would work"
             raise RequestError(f"method.layout={name}", rule, would_work)
         if name not in LAYOUTS:
@@ -191,7 +191,7 @@ class Causal(WholeMask):
 
 @dataclass(frozen=True)
 class Joint(Full):
-    """Every query sees every key that is dealt, and `held` keys more that all ranks hold whole, such as those of text.
+    """Every query sees every key that is assigned, and `held` more that all ranks hold whole, such as those of text.
 
     These are never sent. The block of queries with their own keys has them, too, wherever it is computed, so that each
     query sees them once.
@@ -301,12 +301,12 @@ class Blocks:
 
     @cached_property
     def queries(self) -> Shards:
-        """The tokens of queries as they are dealt."""
+        """The tokens of queries as they are assigned."""
         return Shards(self.layout, self.n, (self.seqlen,))
 
     @cached_property
     def keys(self) -> Shards:
-        """The tokens of keys as they are dealt."""
+        """The tokens of keys as they are assigned."""
         return self.mask.keys(self.layout, self.n, self.seqlen, self.kv_seqlen)
 
     def of(self, q_rank, kv_rank) -> Any:

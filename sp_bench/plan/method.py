@@ -10,8 +10,8 @@ from typing import ClassVar, Literal, NamedTuple, Self
 from weakref import WeakValueDictionary
 
 from sp_bench.errors import RequestError, unknown, unknown_key
+from sp_bench.plan.assignments import ASSIGNMENTS, FOR_ANY
 from sp_bench.plan.costs import CostProfile
-from sp_bench.plan.dealers import DEALERS, FOR_ANY
 from sp_bench.plan.documents import Packed
 from sp_bench.plan.fuse import fuse
 from sp_bench.plan.layout import LAYOUTS, Layout
@@ -47,7 +47,7 @@ class Method(ABC):
     layouts: ClassVar[tuple[str, ...]]
     """The names of the layouts that the method supports."""
     for_packs: ClassVar[str] = ""
-    """The one of its `dealings` that layout=auto stands for where there is a pack; if empty, auto tries all."""
+    """The one of its `all_layouts` that layout=auto stands for where there is a pack; if empty, auto tries all."""
     formula: ClassVar[Mapping[str, str]]
     """By phase, the mean payload that a GPU sends, in chunks of N/n tokens x heads * head_dim elements: an expression
     in n, h = heads, k = kv_heads / heads and the method's `symbols`."""
@@ -61,7 +61,7 @@ class Method(ABC):
     """The most GPUs that it can use, in words."""
 
     layout: str = "auto"
-    """The layout's name; auto is the layout that balances the mask, search stands for every one of `dealings`."""
+    """The layout's name; auto is the layout that balances the mask, search stands for every one of `all_layouts`."""
     fuse: bool = False
     """Whether blocks that are ready together are one operation where the mask allows (plan.fuse)."""
 
@@ -71,14 +71,14 @@ class Method(ABC):
         return tuple(f.name for f in fields(cls))
 
     @classmethod
-    def dealings(cls) -> tuple[str, ...]:
-        """The layouts that it supports, with those of documents: a method of any layout takes any dealing."""
+    def all_layouts(cls) -> tuple[str, ...]:
+        """The layouts that it supports, with those of documents (ASSIGNMENTS) where it takes any layout."""
         return (*cls.layouts, *(FOR_ANY if set(cls.layouts) == set(LAYOUTS) else ()))
 
     @classmethod
-    def dealings_for_auto(cls) -> tuple[str, ...]:
-        """Those of its `dealings` that layout=auto tries on a pack: its own for packs, or all."""
-        return (cls.for_packs,) if cls.for_packs else cls.dealings()
+    def layouts_for_auto(cls) -> tuple[str, ...]:
+        """Those of its `all_layouts` that layout=auto tries on a pack: its own for packs, or all."""
+        return (cls.for_packs,) if cls.for_packs else cls.all_layouts()
 
     @classmethod
     def build(cls, options: Mapping[str, object]) -> Self:
@@ -91,9 +91,9 @@ class Method(ABC):
     def __post_init__(self) -> None:
         for name in self.options():
             object.__setattr__(self, name, checked(type(self), name, getattr(self, name)))
-        if self.layout not in (*self.dealings(), *OPEN_LAYOUTS):
-            if self.layout not in (*LAYOUTS, *DEALERS):
-                raise unknown("method.layout", str(self.layout), [*LAYOUTS, *DEALERS, *OPEN_LAYOUTS])
+        if self.layout not in (*self.all_layouts(), *OPEN_LAYOUTS):
+            if self.layout not in (*LAYOUTS, *ASSIGNMENTS):
+                raise unknown("method.layout", str(self.layout), [*LAYOUTS, *ASSIGNMENTS, *OPEN_LAYOUTS])
             raise RequestError(
                 f"method.layout={self.layout}",
                 f"{self.name} is not defined on that layout",
@@ -149,15 +149,15 @@ class Method(ABC):
         """The layout that this method has on n ranks, before its heads are split."""
         if self.layout == "auto" and self.for_packs and not mask.sends_unseen:
             return mask.layout(self.for_packs, n)
-        return mask.layout("auto" if self.layout in OPEN_LAYOUTS else self.layout, n, self.dealings())
+        return mask.layout("auto" if self.layout in OPEN_LAYOUTS else self.layout, n, self.all_layouts())
 
-    def dealt_by(self, layout: Layout, n: int) -> Layout:
+    def layout_for(self, layout: Layout, n: int) -> Layout:
         """The layout with this variant's head-parallel degree."""
         return replace(layout, head_parallel=self.head_parallel(n))
 
-    def dealt(self, problem: Problem) -> Problem:
+    def assigned(self, problem: Problem) -> Problem:
         """The problem with this variant's head-parallel degree, padded heads and slices, which its plans are for."""
-        layout, padded = self.dealt_by(problem.layout, problem.n), self.padded(problem)
+        layout, padded = self.layout_for(problem.layout, problem.n), self.padded(problem)
         slices, parts = self.head_slices(problem), self.query_parts(problem)
         return replace(problem, layout=layout, head_slices=slices, query_parts=parts, padded=padded)
 
@@ -166,11 +166,11 @@ class Method(ABC):
         return None
 
     def plan(self, problem: Problem, phase: str, costs: CostProfile) -> Plan:
-        """The plan of one phase, for the dealt problem. `costs` are for blocks with all heads, not one slice.
+        """The plan of one phase, for the assigned problem. `costs` are for blocks with all heads, not one slice.
 
-        Packs of one size that are dealt alike share it: users plan each batch.
+        Packs of one size that are assigned alike share it: users plan each batch.
         """
-        problem = self.dealt(problem)
+        problem = self.assigned(problem)
         if not isinstance(problem.mask, Packed) or self.fuse or self.plans_by_rows:
             return self._made(problem, phase, costs)
         key = self, phase, costs, *_size(problem, problem.mask)
@@ -185,11 +185,11 @@ class Method(ABC):
 
     @abstractmethod
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """The forward plan, q#0, kv#0 -> o#0 or out#0, of a dealt problem; `costs` are those of its blocks."""
+        """The forward plan, q#0, kv#0 -> o#0 or out#0, of an assigned problem; `costs` are those of its blocks."""
 
     @abstractmethod
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """The backward plan of a dealt problem: odoq#0 (do#0 if the rest was kept), kv#0 -> dq#0, dkv#0."""
+        """The backward plan of an assigned problem: odoq#0 (do#0 if the rest was kept), kv#0 -> dq#0, dkv#0."""
 
     @abstractmethod
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
@@ -197,7 +197,7 @@ class Method(ABC):
 
     def bytes_sent(self, problem: Problem, phase: str) -> float:
         """The closed form in bytes per GPU, statistics included."""
-        problem = self.dealt(problem)
+        problem = self.assigned(problem)
         sent = self.chunks_sent(problem, phase)
         return float(sum(count * problem.mean_wire_bytes(tensor) for tensor, count in sent.items()))
 
@@ -210,8 +210,8 @@ def _size(problem: Problem, mask: Packed) -> tuple[Hashable, ...]:
     """All that a plan can depend on of a problem with a pack: not its documents, but the largest chunks."""
     plain = (getattr(problem, each.name) for each in fields(problem) if each.name not in ("mask", "layout"))
     seen = mask.name, mask.causal, mask.windowed, problem.history
-    dealt = problem.layout.name, problem.layout.head_parallel, problem.queries.largest, problem.keys.largest
-    return (*plain, *seen, *dealt)
+    assigned = problem.layout.name, problem.layout.head_parallel, problem.queries.largest, problem.keys.largest
+    return (*plain, *seen, *assigned)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sp_bench.plan import dealers
+from sp_bench.plan import assignments
 from sp_bench.plan.intervals import Runs, Sight, covered, pair_counts, regions_of_runs, runs_of
 from sp_bench.plan.layout import Positions, Shards
 from sp_bench.plan.mask import Blocks, Mask, Part
 from sp_bench.plan.regions import Regions
 
 
-class Pack(dealers.Pack, Sight, Protocol):
+class Pack(assignments.Pack, Sight, Protocol):
     """Documents packed into one sequence, as plan.documents has them: what their blocks ask of a pack."""
 
     @property
@@ -110,7 +110,7 @@ class PackBlocks(Blocks):
             if kind in self.found or not self.computes[kind]:
                 self.found.setdefault(kind, ())
             elif self.mask.in_one(self._runs[q], self._key_runs[kv]):
-                self.found[kind] = self.mask.inside.regions(self._dealt[q], self._dealt_keys[kv])
+                self.found[kind] = self.mask.inside.regions(self._assigned[q], self._positions_of_keys[kv])
             else:
                 by_queries.setdefault(q, []).append(kv)
         if by_queries:
@@ -119,23 +119,23 @@ class PackBlocks(Blocks):
             self.found.update(zip(pairs, regions_of_runs(self.mask, blocks), strict=True))
 
     @cached_property
-    def _dealt(self) -> list[Positions]:
+    def _assigned(self) -> list[Positions]:
         """The positions of every chunk's queries among the keys."""
         return [self._queries(chunk) for chunk in range(self.chunks)]
 
     @cached_property
-    def _dealt_keys(self) -> list[Positions]:
+    def _positions_of_keys(self) -> list[Positions]:
         """The positions of every chunk's keys."""
-        return [self.keys.chunk_positions(chunk) for chunk in range(self.chunks)] if self.mask.new else self._dealt
+        return [self.keys.chunk_positions(chunk) for chunk in range(self.chunks)] if self.mask.new else self._assigned
 
     @cached_property
     def _runs(self) -> list[Runs]:
-        """`_dealt`, as runs."""
-        return [runs_of(each) for each in self._dealt] if self.mask.new else runs_of_chunks(self.queries)
+        """`_assigned`, as runs."""
+        return [runs_of(each) for each in self._assigned] if self.mask.new else runs_of_chunks(self.queries)
 
     @cached_property
     def _key_runs(self) -> list[Runs]:
-        """`_dealt_keys`, as runs."""
+        """`_positions_of_keys`, as runs."""
         return runs_of_chunks(self.keys) if self.mask.new else self._runs
 
     @property
@@ -211,7 +211,7 @@ class PackBlocks(Blocks):
 
     @cached_property
     def _neighbours(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """The runs of neighbours that queries and keys are dealt as (_by_position); None where some are none."""
+        """The runs of neighbours that queries and keys are assigned as (_by_position); None where some are none."""
         if any(runs.step > 1 for runs in (*self._runs, *self._key_runs)):
             return None
         by_queries = _by_position(self._runs)
@@ -312,7 +312,7 @@ class PackBlocks(Blocks):
 
 def runs_of_chunks(shards: Shards) -> list[Runs]:
     """The positions of every chunk, as runs."""
-    if isinstance(shards.layout, dealers.Dealt) and shards.in_runs:
+    if isinstance(shards.layout, assignments.AssignedLayout) and shards.in_runs:
         return [Runs(start, stop) for start, stop in shards.layout.ranges.runs(shards.chunks)]
     return [runs_of(shards.chunk_positions(chunk)) for chunk in range(shards.chunks)]
 

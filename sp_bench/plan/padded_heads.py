@@ -58,8 +58,8 @@ def padded_heads(heads: int, kv_heads: int, degree: int, rings: int = 1) -> Padd
 
     def sent(padded: PaddedHeads) -> tuple[int, int, int]:
         of_keys = max(padded.kv_heads, degree)
-        dealt = 4 * (degree - 1) * (padded.heads + of_keys)
-        return dealt + 6 * degree * (rings - 1) * of_keys, padded.heads, padded.kv_heads
+        assigned = 4 * (degree - 1) * (padded.heads + of_keys)
+        return assigned + 6 * degree * (rings - 1) * of_keys, padded.heads, padded.kv_heads
 
     return min(
         (_least(kv_heads * copies, -(-group // copies), degree, copies) for copies in range(1, group + 1)), key=sent

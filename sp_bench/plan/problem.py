@@ -129,12 +129,12 @@ class Problem:
 
     @cached_property
     def queries(self) -> Shards:
-        """The tokens of queries as they are dealt to ranks."""
+        """The tokens of queries as they are assigned to ranks."""
         return Shards(self.layout, self.n, (self.seqlen,))
 
     @cached_property
     def keys(self) -> Shards:
-        """The tokens of keys as they are dealt to ranks; of a history, those that a query sees."""
+        """The tokens of keys as they are assigned to ranks; of a history, those that a query sees."""
         return self.mask.keys(self.layout, self.n, self.seqlen, self.kv_seqlen or self.seqlen)
 
     @property
@@ -178,7 +178,7 @@ class Problem:
 
     @property
     def history(self) -> int:
-        """How many keys are before all queries, and are dealt on their own."""
+        """How many keys are before all queries, and are assigned on their own."""
         return self.mask.history(self.seqlen, self.kv_seqlen or self.seqlen)
 
     def shards_of(self, rows: Field | Tensor) -> Shards:
@@ -310,7 +310,7 @@ class Problem:
         return len(self.blocks.rows_seen[self.blocks.of(q_owner, kv_owner)])
 
     def scaled(self, seqlen: int, document_unit: int = 1) -> Problem:
-        """The same problem for a shorter sequence, its documents scaled to multiples of a unit and dealt again.
+        """The same problem for a shorter sequence, its documents scaled to multiples of a unit and assigned again.
 
         The keys are scaled alike, as unevenly over ranks as they are. A decode step has all of its rows, and shorter
         caches.

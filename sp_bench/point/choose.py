@@ -302,21 +302,21 @@ def _layouts(method: Method, problems: Sequence[Problem]) -> list[Layout]:
     same = len({(problem.seqlen, problem.kv_seqlen) for problem in problems}) == 1
     for name in dict.fromkeys(name for problem in problems for name in _names(method, problem)):
         with suppress(RequestError):  # too few tokens for it, or no documents
-            layout = [problem.mask.layout(name, problem.n, method.dealings()) for problem in problems][-1]
+            layout = [problem.mask.layout(name, problem.n, method.all_layouts()) for problem in problems][-1]
             for problem in problems:
                 layout.refuse(last.n, problem.seqlen)
             if same or layout.name in LAYOUTS:
                 found.append(layout)
-    return [layout for layout in found if layout.name in method.dealings()] or [last.layout]
+    return [layout for layout in found if layout.name in method.all_layouts()] or [last.layout]
 
 
 def _names(method: Method, problem: Problem) -> Sequence[str]:
     """The names of the layouts to choose among; none where the method says which it is."""
     auto, balanced = method.layout == "auto", problem.mask.balanced
     if method.layout == "search":
-        return method.dealings()
+        return method.all_layouts()
     if auto and not balanced:
-        return method.dealings_for_auto()
+        return method.layouts_for_auto()
     return balanced if auto and problem.n > 1 else ()
 
 
@@ -345,14 +345,14 @@ def plans_of(request: Request) -> dict[str, Plan]:
 
 
 def _plan(method: Method, problem: Problem, request: Request) -> Choice:
-    problem = method.dealt(problem)
+    problem = method.assigned(problem)
     costs = costs_for(request, problem)
     plans = {phase: method.plan(problem, phase, costs) for phase in request.plan_phases}
     return Choice(method, problem, plans, {}, None)
 
 
 def costs_for(request: Request, problem: Problem) -> CostProfile:
-    """The machine's costs for blocks with as many heads as the dealt problem leaves a rank, and all of its slices."""
+    """The machine's costs of blocks with as many heads as the assigned problem leaves a rank, and all slices."""
     layout = replace(request.problem.layout, head_parallel=problem.layout.head_parallel)
     return request.cluster.profile(replace(request.problem, layout=layout, padded=problem.padded))
 

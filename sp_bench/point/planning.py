@@ -55,9 +55,9 @@ def plan_pack(
 ) -> dict[str, Plan]:
     """The plans of a pack by phase, with all worked out that the rank's executions need of the mask.
 
-    `problem` has the pack, and any layout: it is dealt anew.
+    `problem` has the pack, and any layout: it is assigned anew.
     """
-    problem = method.dealt(replace(problem, layout=method.layout_of(problem.mask, problem.n)))
+    problem = method.assigned(replace(problem, layout=method.layout_of(problem.mask, problem.n)))
     plans = {phase: method.plan(problem, phase, costs) for phase in ("forward", "backward")}
     for plan in plans.values():
         lower(plan, problem, transport)

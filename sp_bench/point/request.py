@@ -316,7 +316,7 @@ def _problem(given: Given, method: Method | Peer) -> Problem:
     wire_dtype = str(given.config["wire_dtype"] or "")
     problem = Problem(n=n, **shape, mask=mask, dtype=dtype, wire_dtype=wire_dtype, layout=layout)
     method.refuse(problem)
-    return method.dealt(problem) if isinstance(method, Peer) else problem
+    return method.assigned(problem) if isinstance(method, Peer) else problem
 
 
 def refuse_others(implementation: Implementation) -> None:

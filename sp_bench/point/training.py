@@ -322,7 +322,7 @@ def _least_bytes(request: Request, problem: Problem) -> int:
     method, profile, transport = request.method, request.cluster.profile(problem), request.cluster.transport
     return min(
         account.peak_bytes(
-            [m.plan(problem, phase, profile) for phase in request.plan_phases], m.dealt(problem), transport
+            [m.plan(problem, phase, profile) for phase in request.plan_phases], m.assigned(problem), transport
         )
         for m in method.candidates(problem)  # pyright: ignore[reportAttributeAccessIssue]  # no peer trains
     )

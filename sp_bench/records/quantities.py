@@ -126,7 +126,7 @@ class Setup:
     work_imbalance: Annotated[float | None, Result("work of the busiest rank over mean", better="less")] = None
     """(query, key) pairs of the rank that computes most over the mean of all, from the first phase's plan."""
     work_imbalance_lower_bound: float | None = None
-    """The least possible work_imbalance: above 1 only where documents are dealt whole."""
+    """The least possible work_imbalance: above 1 only where documents are assigned whole."""
     candidates: list[dict[str, Any]] | None = None
     """If an option was auto: every variant with its simulated time and peak memory, or a lower bound on its time. Of a
     prompt in several chunks none: each has its own."""
@@ -417,7 +417,7 @@ class DecodeStep:
     """Keys and values of one layer that a GPU holds, of all sequences; those of the GPU that holds most, and of a model
     those of the layer that does. Of pages with what is left in the last ones."""
     cache_page_tokens: Annotated[int | None, Setting("page of the cache", words="tokens")] = None
-    """Tokens of a page, if caches are dealt by whole pages; None: each GPU has a run of each cache."""
+    """Tokens of a page, if caches are assigned by whole pages; None: each GPU has a run of each cache."""
     latent_keys: Annotated[bool | None, Setting()] = None
     """Whether values are the first elements of one head of latent keys, if they are."""
     cache_tensor_parallel: Annotated[int | None, Setting()] = None

@@ -142,13 +142,13 @@ class SequenceParallelAttention(torch.nn.Module):
     An option that decides which tokens a rank owns (`ulysses="auto"`) is chosen in the same way if `heads`, and
     `kv_heads` if they differ, are given: SequenceParallelAttention("usp", heads=32, kv_heads=8).
 
-    A causal sequence is dealt striped by methods that can, since neither the cluster nor the length is known here.
+    A causal sequence is assigned striped by methods that can, since neither the cluster nor the length is known here.
     `python -m sp_bench method=ring gpus=8 cluster=...` simulates striped and zigzag and says which is faster, often
     zigzag: SequenceParallelAttention("ring", layout="zigzag").
 
     There may be more keys than queries. Under a causal mask the queries are the last tokens: the keys of the history
-    before them are dealt on their own, shard(k, history=P), so that a rank has the others with their queries. With
-    mask="full" there may be any number of keys (cross-attention), dealt like any sequence.
+    before them are assigned on their own, shard(k, history=P), so that a rank has the others with their queries. With
+    mask="full" there may be any number of keys (cross-attention), assigned like any sequence.
 
     Documents and windows have their histories in the mask, documents([n1, n2], histories=[p1, p2]). Keys of all are in
     the order of tokens, each document's history before its queries, and a rank's shard has those that some query sees.
@@ -204,7 +204,7 @@ class SequenceParallelAttention(torch.nn.Module):
     @property
     def layout(self) -> Layout:
         """Assignment of tokens to ranks. Raises RequestError if it depends on an option left at "auto"."""
-        return self.method.dealt_by(self._layout, self.n)
+        return self.method.layout_for(self._layout, self.n)
 
     def _chosen(self, heads: int, kv_heads: int) -> Method:
         """The variant that sends the fewest bytes. Only how their payload compares with statistics is assumed here."""
@@ -307,7 +307,7 @@ class SequenceParallelAttention(torch.nn.Module):
         return self._engines.sent_bytes
 
     def under(self, mask: Mask) -> SequenceParallelAttention:
-        """The same attention under another mask, of tokens that are dealt as here. Both share engines and memory."""
+        """The same attention under another mask, of tokens that are assigned as here. Both share engines and memory."""
         other = copy(self)
         other.mask = mask
         return other
@@ -376,7 +376,7 @@ class SequenceParallelAttention(torch.nn.Module):
         try:
             problem = self._problem(q, k, v, seqlen, kv_seqlen)
             method = _fewest_bytes(self.method, problem)
-            problem = method.dealt(problem)
+            problem = method.assigned(problem)
             self._refuse_shard(q, k, problem)
             _refuse_sinks(q, sinks)
         except RequestError as error:

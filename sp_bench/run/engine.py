@@ -108,8 +108,8 @@ class Engine:
         `q` has this rank's queries, or those of all ranks where all of them have them (Problem.queries_everywhere).
 
         `sinks`, (H,) in the dtype of statistics, are scores that each row's softmax has besides those of keys.
-        `held` are keys and values that all ranks hold beside those that are dealt, (B, T, kv_heads, D) each, of as many
-        tokens as the mask says (plan.mask.Joint). There is no backward with them.
+        `held` are keys and values that all ranks hold beside those that are assigned, (B, T, kv_heads, D) each, of as
+        many tokens as the mask says (plan.mask.Joint). There is no backward with them.
         """
         assert (held[0].shape[1] if held else 0) == self.problem.mask.held, "as many as the plans were made for"
         sunk = self._sinks(sinks)

@@ -13,11 +13,11 @@ from sp_bench.plan.demand import demand, untouched_partials
 from sp_bench.plan.ops import AllGather, AllToAll, Chunk, Op, Pass, Plan, ReduceScatter, RowCollective, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import rows_sent
+from sp_bench.run.all_to_all import AllToAllPieces
 from sp_bench.run.blocks import Perform
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.casting import Casting
 from sp_bench.run.collectives import Collectives
-from sp_bench.run.dealing import Dealing
 from sp_bench.run.execution import Execution
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.partials import Tensors, as_shape, copy, tokens_of
@@ -64,7 +64,9 @@ class Lanes:
         """Output tensors of transfers, allocated before the transfer runs."""
         self.given_results: Mapping[Chunk, Tensors] = {}
         """The tensors in which the caller of this execution wants outputs of transfers."""
-        self._dealing: Callable[[AllToAll], Dealing] = cache(lambda op: Dealing(op, problem, rank, self._staging))
+        self._pieces: Callable[[AllToAll], AllToAllPieces] = cache(
+            lambda op: AllToAllPieces(op, problem, rank, self._staging)
+        )
         given = plan, lowering, problem, rank, transport, streams, self._receiving, self._staging, device
         self._collectives, self._casting = Collectives(*given), Casting(*given)
         self._demand, self._standing = demand(plan, problem), cache(self._find_standing)
@@ -94,7 +96,7 @@ class Lanes:
 
     def close(self) -> None:
         """Let go of the buffers. No execution may follow."""
-        for kept in (self._standing, self._dealing, self.call):
+        for kept in (self._standing, self._pieces, self.call):
             kept.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
         for tensors in (self._receiving, self._staging, self._results, self._held):
             tensors.clear()
@@ -110,8 +112,8 @@ class Lanes:
         if posted is None or (beside and not posted.beside):
             return False
         assert isinstance(op, Pass | AllToAll)
-        if isinstance(op, AllToAll) and self._dealing(op).receives_staged:
-            receives = self._dealing(op).receives(())
+        if isinstance(op, AllToAll) and self._pieces(op).receives_staged:
+            receives = self._pieces(op).receives(())
         else:
             into = self._into(index, op)
             if index not in self._lowering.receive_buffers:
@@ -257,7 +259,7 @@ class Lanes:
     def _receives(self, index: int, op: Pass | AllToAll, into: Tensors) -> list[Message]:
         """Return the messages that a transfer receives. A rank receives nothing from itself."""
         if isinstance(op, AllToAll):
-            return self._dealing(op).receives(into)
+            return self._pieces(op).receives(into)
         here = self._standing(index)
         return [(here.source, into)] if here.receives and here.source != self._rank else []
 
@@ -279,18 +281,18 @@ class Lanes:
         return messages
 
     def _all_to_all(self, index: int, op: AllToAll) -> Callable[[Tensors, Holdings], None]:
-        here, transport, dealing = self._standing(index), self._transport, self._dealing(op)
+        here, transport, pieces = self._standing(index), self._transport, self._pieces(op)
 
         def all_to_all(into: Tensors, holdings: Holdings) -> None:
             held = holdings.to_send(op.send)[: len(into)]
-            dealing.pack(held)
+            pieces.pack(held)
             if op.by_messages:
-                transport.exchange(here.turn, dealing.receives(into), dealing.sends(held), here.counted_as)
+                transport.exchange(here.turn, pieces.receives(into), pieces.sends(held), here.counted_as)
             elif op.group.size > 1:
-                for key, nbytes in zip(here.counted_as, dealing.sent_bytes(held), strict=True):
+                for key, nbytes in zip(here.counted_as, pieces.sent_bytes(held), strict=True):
                     transport.sent_bytes[key] += nbytes
-                transport.collective(here.turn, dealing.collective(held, into))
-            dealing.unpack(held, into)
+                transport.collective(here.turn, pieces.collective(held, into))
+            pieces.unpack(held, into)
 
         return all_to_all
 

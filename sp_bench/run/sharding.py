@@ -12,8 +12,8 @@ from sp_bench.plan.layout import Layout, Shards
 def positions(layout: Layout, rank: int, n: int, seqlen: int, history: int = 0) -> Tensor:
     """Return the global ids of the tokens that `rank` owns, in its local order: (S,) int64.
 
-    The first `history` of the seqlen tokens are dealt on their own. Raises RequestError if there are too few tokens for
-    n ranks of this layout.
+    The first `history` of the seqlen tokens are assigned on their own. Raises RequestError if there are too few tokens
+    for n ranks of this layout.
     """
     shards = Shards.of(layout, n, seqlen, history)
     shards.refuse()

@@ -45,7 +45,7 @@ class Decode(Attention):
 
     `seqlen` are the new tokens of a sequence, `kv_seqlen` the keys of its cache with theirs, `batch` the sequences.
     With mask=document each document of `data` is the cache of one sequence, and kv_seqlen the keys of all of them.
-    Under a window a layer keeps the last keys of each sequence alone, which are dealt like a cache of so many.
+    Under a window a layer keeps the last keys of each sequence alone, which are assigned like a cache of so many.
     Ranks share the caches by tokens (plan.caches); `tensor_parallel` GPUs share the heads of each rank. A model whose
     layers make keys of latents keeps these, and its queries absorb the matrices.
     """

@@ -16,8 +16,8 @@ from sp_bench.workload.tasks import noisy
 from sp_bench.workload.transformer import Attend, Transformer
 
 HeldAttend = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, ...]], Tensor]
-"""q (B, T + S, H, D), the dealt k and v (B, S, kv_heads, D), and those that all ranks hold, (B, T, kv_heads, D) each or
-none, -> (B, T + S, H, D)."""
+"""q (B, T + S, H, D), the assigned k and v (B, S, kv_heads, D), and those that all ranks hold, (B, T, kv_heads, D) each
+or none, -> (B, T + S, H, D)."""
 
 
 class Latent(NamedTuple):

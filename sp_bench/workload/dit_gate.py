@@ -70,7 +70,7 @@ def gate(workload: Denoise, spec: Spec, context: RankContext) -> GateErrors:
 
 
 def _small(problem: Problem, text: int, tokens: int) -> Problem:
-    """The problem with so many patches at most, dealt as the point's are, and less text."""
+    """The problem with so many patches at most, assigned as the point's are, and less text."""
     if not problem.mask.held:
         return problem.scaled(tokens)
     patches = min(tokens, problem.keys.seqlen) // problem.n * problem.n

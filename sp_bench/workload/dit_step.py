@@ -163,7 +163,7 @@ class DenoiseStep(EngineStep):
 
 
 def whole_attention(problem: Problem) -> Problem:
-    """The problem with the keys that all ranks hold dealt behind the others: `with_share` has a rank's part of them."""
+    """The problem with the keys that all ranks hold behind the assigned ones: `with_share` has a rank's part."""
     if not problem.mask.held:
         return problem
     keys = problem.keys.seqlen + problem.mask.held
@@ -171,8 +171,8 @@ def whole_attention(problem: Problem) -> Problem:
     return replace(whole, kv_seqlen=keys, mask=FULL, layout=LAYOUTS["contiguous"])
 
 
-def with_share(dealt: Tensor, held: Tensor, rank: int, problem: Problem) -> Tensor:
-    """A rank's keys or values of `whole_attention`: those that were dealt, and as many of the held ones as are left."""
-    before = sum(int(problem.keys.tokens(r)) for r in range(rank)) - rank * dealt.shape[1]
-    more = int(problem.keys.tokens(rank)) - dealt.shape[1]
-    return torch.cat((dealt, held[:, before : before + more]), 1)
+def with_share(assigned: Tensor, held: Tensor, rank: int, problem: Problem) -> Tensor:
+    """A rank's keys or values of `whole_attention`: the assigned ones, and as many of the held ones as are left."""
+    before = sum(int(problem.keys.tokens(r)) for r in range(rank)) - rank * assigned.shape[1]
+    more = int(problem.keys.tokens(rank)) - assigned.shape[1]
+    return torch.cat((assigned, held[:, before : before + more]), 1)

@@ -1,4 +1,4 @@
-"""Losses over a dealt sequence: each rank's sum over the count of all tokens, so that ranks' losses add up.
+"""Losses over an assigned sequence: each rank's sum over the count of all tokens, so that ranks' losses add up.
 
 Normalising by a rank's own count would weigh tokens differently where ranks own unequal numbers of them.
 """
@@ -61,8 +61,8 @@ def cross_entropy(hidden_BSM: Tensor, weight_VM: Tensor, labels_BS: Tensor, coun
 def next_tokens(tokens_BS: Tensor, lengths: tuple[int, ...] | None = None) -> Tensor:
     """The label of each token of the whole sequence: the next one of its document; IGNORED where there is none.
 
-    It is to be called before the sequence is dealt: on a rank the next token may be another rank's. `lengths` are those
-    of packed documents.
+    Call it before the sequence is assigned: on a rank the next token may be another rank's. `lengths` are those of
+    packed documents.
     """
     labels_BS = torch.full_like(tokens_BS, IGNORED)
     labels_BS[:, :-1] = tokens_BS[:, 1:]

@@ -1,7 +1,7 @@
 """workload=prefill: chunks of a prompt one after another over a growing cache, to the first token. Imports no torch.
 
 Each chunk is an attention of its own: its queries see what is cached, and the chunk's own keys causally (chunked
-prefills, Agrawal et al. 2023). The cache lies on the ranks by tokens, as each chunk was dealt. Under a window, or in
+prefills, Agrawal et al. 2023). The cache lies on the ranks by tokens, as each chunk was assigned. Under a window, or in
 chunks of the mask, queries see the end of what is cached, and the rest of it is no part of the attention. Without a
 model it is the attention of one layer.
 """
@@ -128,12 +128,12 @@ class Prefill(Workload):
 
     @property
     def in_one_layout(self) -> bool:
-        """Whether a chunk's attentions depend on how earlier chunks were dealt, of which they see a part."""
+        """Whether a chunk's attentions depend on how earlier chunks were assigned, of which they see a part."""
         return self.limited
 
     @classmethod
     def mask_of_layout(cls, config: Mapping[str, Any], mask: Mask) -> Mask:
-        """That of a whole sequence: what is cached lies as such a mask's tokens are dealt."""
+        """That of a whole sequence: what is cached lies as such a mask's tokens are assigned."""
         if config["model"].get("full_every") is not None:
             return mask_of_full_layers(config, mask)
         return mask.unlimited or mask

@@ -50,14 +50,14 @@ def small_chunks(chunks: Sequence[PlannedAttention], tokens: int) -> list[Planne
     """
     found: list[PlannedAttention] = []
     first = chunks[0].problem
-    dealt = [min(tokens, first.history // first.n) * first.n]
+    assigned = [min(tokens, first.history // first.n) * first.n]
     for index in watched(len(chunks)):
         problem, plans = chunks[index].problem, chunks[index].plans
         each, more = divmod(problem.seqlen, problem.n)
         seqlen, mask = min(tokens, each) * problem.n + more, problem.mask
         if isinstance(mask, Packed):
-            mask = mask.scaled(seqlen).after(tuple(dealt))
-        small = replace(problem, seqlen=seqlen, kv_seqlen=sum(dealt) + seqlen, mask=mask)
+            mask = mask.scaled(seqlen).after(tuple(assigned))
+        small = replace(problem, seqlen=seqlen, kv_seqlen=sum(assigned) + seqlen, mask=mask)
         found.append(PlannedAttention(small, plans))
-        dealt.append(seqlen)
+        assigned.append(seqlen)
     return found

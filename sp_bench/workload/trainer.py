@@ -75,7 +75,7 @@ class Trainer:
         self.positions_S = _inside(self._mine, lengths).to(device)
 
     def batch(self, number: int) -> Batch:
-        """This rank's tokens of batch `number`. Labels are shifted before tokens are dealt."""
+        """This rank's tokens of batch `number`. Labels are shifted before tokens are assigned."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         shape = self.problem.batch, self.problem.seqlen
         if self.model.modulated:

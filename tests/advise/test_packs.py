@@ -30,7 +30,7 @@ from sp_bench.methods import REGISTRY, build
 from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.problem import Problem
 from sp_bench.point.choose import choose
-from tests.support.dealing import tokens_of
+from tests.support.layouts import tokens_of
 from tests.support.packs import packs
 from tests.support.points import point
 
@@ -94,7 +94,7 @@ def test_ranks_of_a_document_are_those_with_its_tokens(mask: Packed, name: str, 
     n = 2 * half
     pack = Documents(mask.lengths, mask.causal, mask.left, mask.right)
     method = build(name, {"ulysses": 1 + split} if name == "group_cast" else {})
-    problem = method.dealt(
+    problem = method.assigned(
         Problem(n=n, seqlen=pack.seqlen, batch=1, heads=4, kv_heads=2, head_dim=8, mask=pack, dtype="float32",
                 wire_dtype="", layout=method.layout_of(pack, n))
     )  # fmt: skip

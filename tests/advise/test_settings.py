@@ -16,7 +16,7 @@ from sp_bench.advise.flags import FRAMEWORKS, OURS, settings
 from sp_bench.cli.compose import Composer
 from sp_bench.measure.pool import RankPool
 from sp_bench.methods import REGISTRY, build
-from sp_bench.plan.dealers import DEALERS
+from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask
 from sp_bench.point.masks import mask_of
@@ -50,14 +50,14 @@ def wanted_of(words: Iterable[str], gpus: int, methods: Iterable[str] = tuple(RE
     return [Wanted.of(each.method, each.record) for each in found.feasible]
 
 
-def dealt_otherwise(wanted: Wanted) -> list[Wanted]:
+def laid_out_otherwise(wanted: Wanted) -> list[Wanted]:
     """The same in all layouts that the method has under the mask."""
-    names = [name for name in wanted.method.dealings() if isinstance(wanted.mask, Packed) or name not in DEALERS]
+    names = [name for name in wanted.method.all_layouts() if isinstance(wanted.mask, Packed) or name not in ASSIGNMENTS]
     return [replace(wanted, layout=name) for name in names]
 
 
 def printed(wanted: Wanted, text: str, dtype: str = "float64") -> Printed:
-    layout = wanted.method.dealt_by(wanted.mask.layout(wanted.layout), wanted.gpus)
+    layout = wanted.method.layout_for(wanted.mask.layout(wanted.layout), wanted.gpus)
     return Printed(text, wanted.mask, layout, wanted.seqlen, wanted.heads, wanted.kv_heads, dtype)
 
 
@@ -84,7 +84,7 @@ def test_our_python_has_the_mask_that_was_asked_for(world: World, name: str) -> 
 @pytest.mark.long
 @pytest.mark.parametrize("words", ASKED.values(), ids=ASKED)
 def test_our_python_in_all_layouts(world: World, words: list[str]) -> None:
-    cases = [other for each in wanted_of(words, 2) for other in dealt_otherwise(each)]
+    cases = [other for each in wanted_of(words, 2) for other in laid_out_otherwise(each)]
     assert_right(world, [printed(each, settings(each)[OURS]) for each in cases])
 
 
@@ -92,7 +92,7 @@ def test_our_python_in_all_layouts(world: World, words: list[str]) -> None:
 def test_python_of_frameworks_has_it_too(world: World) -> None:
     names = ("ulysses", "ring", "zigzag", "striped", "usp")
     found = [each for words in ASKED.values() for each in wanted_of(words, 2, names)]
-    cases = [(each, settings(each).get("yunchang")) for wanted in found for each in dealt_otherwise(wanted)]
+    cases = [(each, settings(each).get("yunchang")) for wanted in found for each in laid_out_otherwise(wanted)]
     several = [printed(each, text, "bfloat16") for each, text in cases if text]
     assert {case.mask for case in several} == {CAUSAL, FULL}
     world(2).run(jobs.stand_in_for_flash_attn)
@@ -117,7 +117,7 @@ def test_a_setting_is_for_the_mask_and_the_shape() -> None:
         mask = mask_of(config, 0, int(config["seqlen"]))
         for method in ("ulysses", "all_gather", "zigzag", "striped", "ring", *options):
             asked = wanted(method, options.get(method, {}), mask, seqlen=config["seqlen"], config=config, gpus=4)
-            for other in dealt_otherwise(asked):
+            for other in laid_out_otherwise(asked):
                 for framework in {*settings(other)} - {OURS}:
                     found[framework].add(name)
     assert found == known
@@ -199,9 +199,9 @@ def test_every_setting_names_the_version_that_it_was_checked_against() -> None:
         assert framework == OURS or line == f"    {framework} ({FRAMEWORKS[framework].checked}):"
 
 
-@pytest.mark.parametrize("layout", DEALERS)
+@pytest.mark.parametrize("layout", ASSIGNMENTS)
 @pytest.mark.parametrize(("name", "options"), [("ring", {}), ("usp", {"ulysses": 2}), ("all_gather", {})])
-def test_dealings_of_documents_have_settings(name: str, options: dict[str, object], layout: str) -> None:
-    """Advice ended in a KeyError where a dealing of documents was the fastest."""
+def test_layouts_of_documents_have_settings(name: str, options: dict[str, object], layout: str) -> None:
+    """Advice ended in a KeyError where a layout of documents was the fastest."""
     asked = wanted(name, options, Documents((2**14, 2**14)), layout=layout)
     assert f'layout="{layout}"' in settings(asked)[OURS]

@@ -15,14 +15,14 @@ from sp_bench.analysis.studies import documents
 from sp_bench.analysis.studies.documents import casts as documents_casts
 from sp_bench.analysis.studies.documents import cells as documents_maps
 from sp_bench.analysis.studies.documents import places as documents_grid
-from sp_bench.analysis.studies.documents.places import CLOSE, SPLIT_HEADS, dealt, fastest, step, winner
+from sp_bench.analysis.studies.documents.places import CLOSE, SPLIT_HEADS, cells, fastest, step, winner
 from sp_bench.methods import REGISTRY
 from sp_bench.records.interval import interval
 from tests.support.sections import code_of, sections_of, table_of, tables_of, words_of
 
 DATA, GPUS, METHODS = ("short", "equal"), (4, 8), ("ring", "mesh", "ulysses", "usp")
 VARIANTS = {"ring": {}, "mesh": {"tile": [2, 2]}, "usp": {"ulysses": 2}}
-SMALL = {"DATA": DATA, "GPUS": GPUS, "DEALT_GPUS": 4, "METHODS": METHODS, "VARIANTS": VARIANTS, "SHARED_DATA": "short"}
+SMALL = {"DATA": DATA, "GPUS": GPUS, "MAP_GPUS": 4, "METHODS": METHODS, "VARIANTS": VARIANTS, "SHARED_DATA": "short"}
 
 
 def numbers(row: Sequence[object]) -> list[Number]:
@@ -45,12 +45,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_the_winner_is_the_fastest_of_all_methods_and_dealings(runs: Runs) -> None:
-    cells, found = dealt(runs), fastest(runs)
-    assert len(cells) == len(DATA) * sum(len(REGISTRY[method].dealings()) for method in METHODS)
+def test_the_winner_is_the_fastest_of_all_methods_and_layouts(runs: Runs) -> None:
+    all_cells, found = cells(runs), fastest(runs)
+    assert len(all_cells) == len(DATA) * sum(len(REGISTRY[method].all_layouts()) for method in METHODS)
     for data in DATA:
         one = winner(found, data, 4, METHODS)
-        here = [step(record) for key, record in cells.items() if key[0] == data]
+        here = [step(record) for key, record in all_cells.items() if key[0] == data]
         assert one.step.value == min(here) and one.margin.known >= 0
         limit = (1 + CLOSE) * min(here)
         assert {r.method for r in one.within(CLOSE)} == {r.method for r in one.others if step(r) < limit}
@@ -59,7 +59,7 @@ def test_the_winner_is_the_fastest_of_all_methods_and_dealings(runs: Runs) -> No
 
 
 @pytest.mark.long
-def test_what_auto_finds_is_the_fastest_of_all_dealings(runs: Runs) -> None:
+def test_what_auto_finds_is_the_fastest_of_all_layouts(runs: Runs) -> None:
     (auto,) = runs.ask([documents_grid.asked("short", 4, "mesh")])
     assert auto.step_ms_median == fastest(runs)["short", 4, "mesh"].step_ms_median
 
@@ -69,10 +69,10 @@ def test_equal_documents_stay_whole_and_nothing_is_sent(runs: Runs) -> None:
     """Documents of 8k tokens, one for each GPU."""
     section = documents.bounds(runs)
     rows = {(row[0], row[1]): numbers(row) for row in table_of(section).rows}
-    for dealing in ("contiguous", "whole_documents"):
-        work, least_work, sent, bound, over = rows["equal", dealing]
+    for layout in ("contiguous", "whole_documents"):
+        work, least_work, sent, bound, over = rows["equal", layout]
         assert (work.value, least_work.value, sent.value, bound.value, over.value) == (1, 1, 0, 0, None)
-    assert "equal: contiguous is the most even dealing (1.000 times the mean) and needs least" in words_of(section)
+    assert "equal: contiguous is the most even layout (1.000 times the mean) and needs least" in words_of(section)
     for work, least_work, sent, bound, _ in rows.values():
         assert work.kind == bound.kind == "computed"
         assert work.known >= least_work.known - 1e-9 and sent.known >= bound.known

@@ -29,7 +29,7 @@ def planned(name: str, n: int = 4, *, layout: str = "auto", **options: object) -
     method = methods.build(name, {"layout": layout, **options})
     problem = Problem(n=n, seqlen=64 * n, heads=4, kv_heads=4, head_dim=8, layout=CAUSAL.layout(method.layout))
     (method,) = method.candidates(problem)
-    return method.plan(problem, "forward", COMPUTE_BOUND), method.dealt(problem)
+    return method.plan(problem, "forward", COMPUTE_BOUND), method.assigned(problem)
 
 
 @pytest.fixture(scope="module")

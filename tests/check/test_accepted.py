@@ -27,7 +27,7 @@ from tests.support.problems import Planned, all_methods, plans, splittable_probl
 def test_every_method_and_tile_is_accepted(n: int, layout: str, causal: bool) -> None:
     problem = splittable_problem(n, layout, causal=causal)
     for method in all_methods(problem):
-        check_all({phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}, method.dealt(problem))
+        check_all({phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}, method.assigned(problem))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -42,9 +42,9 @@ def test_every_method_with_other_keys_is_accepted(n: int, layout: str) -> None:
         assert {*REGISTRY} - {m.name for m in methods} <= {"reference", "tasp"}
         for method in methods:
             made = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
-            dealt = method.dealt(problem)
-            check_all(made, dealt)
-            assert {int(account.pairs(plan, dealt).sum()) for plan in made.values()} == {pairs * problem.heads}
+            assigned = method.assigned(problem)
+            check_all(made, assigned)
+            assert {int(account.pairs(plan, assigned).sum()) for plan in made.values()} == {pairs * problem.heads}
 
 
 @given(plans(max_n=24))
@@ -64,7 +64,7 @@ def test_many_ranks(n: int, tiles: int) -> None:
     for method in all_methods(problem):
         if n == 256 and isinstance(method, TASP) and method.inner not in (1, n):
             continue
-        check_all({phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}, method.dealt(problem))
+        check_all({phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}, method.assigned(problem))
         proven[method.name] += 1
     assert set(proven) == set(REGISTRY) - {"reference"}
     assert proven["mesh"] == tiles and proven["ring"] == 1

@@ -36,22 +36,22 @@ from tests.support.problems import small_problem, splittable_problem
 def ulysses(n: int, phase: str = "forward") -> tuple[Plan, Problem]:
     problem = splittable_problem(n, "contiguous")
     method = build("ulysses", {})
-    return method.plan(problem, phase, COMPUTE_BOUND), method.dealt(problem)
+    return method.plan(problem, phase, COMPUTE_BOUND), method.assigned(problem)
 
 
 def usp(phase: str = "forward") -> tuple[Plan, Problem]:
     """Two groups of two ranks."""
     problem = splittable_problem(4, "contiguous", causal=False)
     method = build("usp", {"ulysses": 2})
-    return method.plan(problem, phase, COMPUTE_BOUND), method.dealt(problem)
+    return method.plan(problem, phase, COMPUTE_BOUND), method.assigned(problem)
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_heads_dealt_twice_are_wasteful_but_right(phase: str) -> None:
+def test_heads_exchanged_twice_are_wasteful_but_right(phase: str) -> None:
     plan, problem = usp(phase)
-    dealt = [(index, op) for index, op in plan if isinstance(op, AllToAll) and op.to_heads]
-    assert dealt
-    for index, op in dealt:
+    exchanged = [(index, op) for index, op in plan if isinstance(op, AllToAll) and op.to_heads]
+    assert exchanged
+    for index, op in exchanged:
         check(with_op(plan, index, op), problem)
 
 
@@ -75,36 +75,39 @@ def test_a_plain_operand_is_refused_where_heads_are_split(operand: Tensor) -> No
         check(broken.plan, problem)
 
 
-def test_dealing_back_names_what_is_missing() -> None:
+def test_exchange_back_names_what_is_missing() -> None:
     plan, problem = usp()
-    *_, last, deal = plan.ops
-    early = replace(plan, ops=(*plan.ops[:-2], deal, last))
+    *_, last, exchange = plan.ops
+    early = replace(plan, ops=(*plan.ops[:-2], exchange, last))
     with pytest.raises(PlanError, match=r"^the end of the plan: out#0 of rank 2 lacks its block with chunk 0$"):
         check(early, problem)
     with pytest.raises(PlanError, match=r"^operation 6, AllToAll.*: out#0 is there already$"):
-        check(with_op(plan, 6, deal), problem)
+        check(with_op(plan, 6, exchange), problem)
 
 
 @pytest.mark.parametrize("name", ["ulysses", "usp"])
 def test_what_is_kept_is_what_the_backward_takes(name: str) -> None:
     problem = splittable_problem(4, "contiguous")
     method = build(name, {}).candidates(problem)[-1]
-    plans, dealt = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}, method.dealt(problem)
+    plans, exchanged = (
+        {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES},
+        method.assigned(problem),
+    )
     forward, backward = plans.values()
     assert [chunk.tensor for chunk in forward.kept] == [Q.by_heads, KV.by_heads, O.by_heads]
     for lost in range(3):
         less = (*forward.kept[:lost], *forward.kept[lost + 1 :])
         forgets = plans | {"forward": replace(forward, kept=less)}
-        check(forgets["forward"], dealt)
+        check(forgets["forward"], exchanged)
         with pytest.raises(
             PlanError, match=r"^what the forward keeps is not .* \(forward\) and q_h#0, .* \(backward\)$"
         ):
-            check_all(forgets, dealt)
+            check_all(forgets, exchanged)
         with pytest.raises(PlanError, match=rf"^operation \d, .* reads {forward.kept[lost]} before"):
-            check_all(plans | {"backward": replace(backward, kept=less)}, dealt)
+            check_all(plans | {"backward": replace(backward, kept=less)}, exchanged)
     foreign = (*forward.kept, forward.kept[0].at(1).arriving())
     with pytest.raises(PlanError, match="only a rank's own chunks are kept"):
-        check(replace(forward, kept=foreign), dealt)
+        check(replace(forward, kept=foreign), exchanged)
 
 
 def test_an_output_that_is_not_complete_is_not_bundled() -> None:
@@ -116,14 +119,14 @@ def test_an_output_that_is_not_complete_is_not_bundled() -> None:
         check(with_op(again, 1, Attend(q_h, kv_h, o_h)), problem)
 
 
-def test_only_a_rank_s_own_chunks_are_dealt() -> None:
+def test_only_a_rank_s_own_chunks_are_exchanged() -> None:
     """Chunks of the partner, at home as #0, would be taken for those of the rank's own group."""
     plan, problem = usp()
     swap = Exchange(Group(1, 2), Group(2, 2))
-    deal = plan.ops[0]
-    assert isinstance(deal, AllToAll)
+    exchange = plan.ops[0]
+    assert isinstance(exchange, AllToAll)
     partners = Chunk(Q, 0, Grid(Group(1, 2), Group(2, 2), swap))
-    changed = with_changed(with_op(plan, 0, Pass("swap", deal.send, partners, swap, 1)), 1, send=partners)
+    changed = with_changed(with_op(plan, 0, Pass("swap", exchange.send, partners, swap, 1)), 1, send=partners)
     with pytest.raises(PlanError, match=r"^operation 1, AllToAll"):
         check(changed.plan, problem)
 
@@ -135,23 +138,23 @@ def in_two_slices(phase: str, other: int) -> tuple[Plan, Problem]:
     def chunk(tensor: Tensor, heads: int) -> Chunk:
         return Chunk(tensor, 0, one, heads=heads)
 
-    def deal(send: Tensor, recv: Tensor, heads: int, sent: int | None = None) -> AllToAll:
+    def exchange(send: Tensor, recv: Tensor, heads: int, sent: int | None = None) -> AllToAll:
         return AllToAll("all-to-all", chunk(send, heads if sent is None else sent), chunk(recv, heads), one)
 
     for i in slices:
         if phase == "forward":
-            ops += [deal(Q, Q.by_heads, i), deal(KV, KV.by_heads, i, sent=i ^ other)]
+            ops += [exchange(Q, Q.by_heads, i), exchange(KV, KV.by_heads, i, sent=i ^ other)]
             ops += [
                 Attend(*(chunk(tensor, i) for tensor in (Q.by_heads, KV.by_heads, O.by_heads))),
-                deal(O.by_heads, OUT, i),
+                exchange(O.by_heads, OUT, i),
             ]
         else:
             parts = chunk(Q.by_heads, i ^ other), chunk(O.by_heads, i), chunk(DO.by_heads, i)
             block = AttendBackward(
                 *(chunk(tensor, i) for tensor in (ODOQ.by_heads, KV.by_heads, DQ.by_heads, DKV.by_heads))
             )
-            ops += [deal(DO, DO.by_heads, i), Bundle(parts, chunk(ODOQ.by_heads, i)), block]
-            ops += [deal(DQ.by_heads, DQ, i), deal(DKV.by_heads, DKV, i)]
+            ops += [exchange(DO, DO.by_heads, i), Bundle(parts, chunk(ODOQ.by_heads, i)), block]
+            ops += [exchange(DQ.by_heads, DQ, i), exchange(DKV.by_heads, DKV, i)]
     steps = Steps()
     steps.do(*ops)
     ends = {"forward": ((Q, KV), (OUT,)), "backward": ((DO,), (DQ, DKV))}[phase]
@@ -161,7 +164,7 @@ def in_two_slices(phase: str, other: int) -> tuple[Plan, Problem]:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_slices_of_heads_are_dealt_and_bundled_apart(phase: str) -> None:
+def test_slices_of_heads_are_exchanged_and_bundled_apart(phase: str) -> None:
     check(*in_two_slices(phase, other=0))
     with pytest.raises(PlanError, match=r"^operation 1, (AllToAll|Bundle).*: mixes slices of heads"):
         check(*in_two_slices(phase, other=1))

@@ -72,13 +72,13 @@ def test_no_checked_plan_deadlocks_under_any_interleaving(n: int) -> None:
     problem = splittable_problem(n)
     for number, method in enumerate(of_each_name(all_methods(problem))):
         for phase in PHASES:
-            plan, dealt = method.plan(problem, phase, COMPUTE_BOUND), method.dealt(problem)
-            check(plan, dealt)
+            plan, assigned = method.plan(problem, phase, COMPUTE_BOUND), method.assigned(problem)
+            check(plan, assigned)
             for sms in (len(plan.lanes), 1):
-                assert not hang(plan, dealt, number, sms=sms, ordered=True), (method, phase, sms)
+                assert not hang(plan, assigned, number, sms=sms, ordered=True), (method, phase, sms)
 
 
 def test_without_it_too_few_sms_do() -> None:
     problem, method = splittable_problem(4), build("ring", {})
     plan = method.plan(problem, "backward", COMPUTE_BOUND)
-    assert any(hang(plan, method.dealt(problem), seed, sms=1, ordered=False) for seed in range(20))
+    assert any(hang(plan, method.assigned(problem), seed, sms=1, ordered=False) for seed in range(20))

@@ -1,4 +1,4 @@
-"""Plans of packed documents: proven for every method and dealing, and what is not needed is all that isn't sent."""
+"""Plans of packed documents: proven for every method and layout, and what is not needed is all that isn't sent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def planned(name: str, layout: str, mask: Packed, n: int) -> list[tuple[Method, 
             mask=mask,
             layout=method.layout_of(mask, n),
         )
-        variants = [(variant, variant.dealt(whole)) for variant in method.candidates(whole)]
+        variants = [(variant, variant.assigned(whole)) for variant in method.candidates(whole)]
         return [
             (variant, problem, {phase: variant.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES})
             for variant, problem in variants
@@ -48,13 +48,13 @@ def planned(name: str, layout: str, mask: Packed, n: int) -> list[tuple[Method, 
     return []
 
 
-dealings = st.sampled_from([(name, layout) for name, method in REGISTRY.items() for layout in method.dealings()])
+layouts = st.sampled_from([(name, layout) for name, method in REGISTRY.items() for layout in method.all_layouts()])
 
 
-@given(dealings, packs(cached=True), st.sampled_from(SIZES))
-def test_every_method_and_dealing_is_proven(dealing: tuple[str, str], mask: Packed, n: int) -> None:
+@given(layouts, packs(cached=True), st.sampled_from(SIZES))
+def test_every_method_and_layout_is_proven(layout: tuple[str, str], mask: Packed, n: int) -> None:
     """And sends at least what the lower bound says, at most what it would for a whole sequence."""
-    for variant, problem, plans in planned(*dealing, mask, n):
+    for variant, problem, plans in planned(*layout, mask, n):
         check_all(plans, problem)
         for phase, plan in plans.items():
             sent = account.volume(plan, problem)
@@ -64,10 +64,10 @@ def test_every_method_and_dealing_is_proven(dealing: tuple[str, str], mask: Pack
                 assert sent.total_bytes <= n * variant.bytes_sent(problem, phase) * (1 + 1e-9)
 
 
-@given(dealings, packs(cached=True), st.sampled_from(SIZES[1:]), st.data())
-def test_what_is_needed_must_be_sent(dealing: tuple[str, str], mask: Packed, n: int, data: st.DataObject) -> None:
+@given(layouts, packs(cached=True), st.sampled_from(SIZES[1:]), st.data())
+def test_what_is_needed_must_be_sent(layout: tuple[str, str], mask: Packed, n: int, data: st.DataObject) -> None:
     """Any transfer left out, of one rank, is missed."""
-    found = planned(*dealing, mask, n)
+    found = planned(*layout, mask, n)
     assume(found)
     _, problem, plans = data.draw(st.sampled_from(found))
     plan = plans[data.draw(st.sampled_from(PHASES))]

@@ -1,4 +1,4 @@
-"""Plans that exchange, deal, bundle or slice heads are refused where that is spoiled."""
+"""Plans that exchange, bundle or slice heads are refused where that is spoiled."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def is_all_to_all(op: Op) -> bool:
     return isinstance(op, AllToAll)
 
 
-def is_deal_back(op: Op) -> bool:
+def is_back_to_tokens(op: Op) -> bool:
     return isinstance(op, AllToAll) and not op.to_heads
 
 
@@ -62,7 +62,7 @@ def is_scatter(op: Op) -> bool:
 
 GATHER, SCATTER = (Having(op, ("all_gather", "startrail")) for op in (is_gather, is_scatter))
 EXCHANGE = Having(is_exchange, ("startrail",))
-DEAL, DEAL_BACK, BUNDLE = (Having(op, ("ulysses", "usp")) for op in (is_all_to_all, is_deal_back, is_bundle))
+TO_HEADS, TO_TOKENS, BUNDLE = (Having(op, ("ulysses", "usp")) for op in (is_all_to_all, is_back_to_tokens, is_bundle))
 SLICE = Having(is_of_a_slice, ("all_gather",))
 SLICE_PASSED = Having(lambda op: is_pass(op) and is_of_a_slice(op), ("all_gather",))
 
@@ -136,16 +136,16 @@ def reduce_too_early(draw: st.DrawFn, plan: Plan) -> Broken:
     return Broken(moved(plan, index, last))
 
 
-@MUTATIONS.add(DEAL)
-def deal_in_another_group(draw: st.DrawFn, plan: Plan) -> Broken:
+@MUTATIONS.add(TO_HEADS)
+def all_to_all_in_another_group(draw: st.DrawFn, plan: Plan) -> Broken:
     index = pick(draw, plan, is_all_to_all)
     op = plan.ops[index]
     assert isinstance(op, AllToAll)
     return with_changed(plan, index, group=draw(st.sampled_from([g for g in groups_of(plan.n) if g != op.group])))
 
 
-@MUTATIONS.add(DEAL)
-def deal_another_tensor(draw: st.DrawFn, plan: Plan) -> Broken:
+@MUTATIONS.add(TO_HEADS)
+def all_to_all_another_tensor(draw: st.DrawFn, plan: Plan) -> Broken:
     index = pick(draw, plan, is_all_to_all)
     name = draw(st.sampled_from(["send", "recv"]))
     chunk = getattr(plan.ops[index], name)
@@ -153,24 +153,24 @@ def deal_another_tensor(draw: st.DrawFn, plan: Plan) -> Broken:
     return if_in_order(with_changed(plan, index, **{name: chunk._replace(tensor=tensor)}))
 
 
-@MUTATIONS.add(DEAL)
-def deal_another_chunk(draw: st.DrawFn, plan: Plan) -> Broken:
+@MUTATIONS.add(TO_HEADS)
+def all_to_all_another_chunk(draw: st.DrawFn, plan: Plan) -> Broken:
     index = pick(draw, plan, is_all_to_all)
     name = draw(st.sampled_from(["send", "recv"]))
     return if_in_order(with_changed(plan, index, **{name: other_index(draw, getattr(plan.ops[index], name))}))
 
 
-@MUTATIONS.add(DEAL_BACK)
-def deal_back_twice(draw: st.DrawFn, plan: Plan) -> Broken:
-    index = pick(draw, plan, is_deal_back)
+@MUTATIONS.add(TO_TOKENS)
+def all_to_all_back_twice(draw: st.DrawFn, plan: Plan) -> Broken:
+    index = pick(draw, plan, is_back_to_tokens)
     again = draw(st.integers(index + 1, len(plan.ops)))
     return Broken(with_op(plan, again, plan.ops[index]), culprit=again)
 
 
-@MUTATIONS.add(DEAL_BACK)
-def deal_back_early(draw: st.DrawFn, plan: Plan) -> Broken:
-    """Before the last block is folded into what it deals."""
-    index = pick(draw, plan, is_deal_back)
+@MUTATIONS.add(TO_TOKENS)
+def all_to_all_back_early(draw: st.DrawFn, plan: Plan) -> Broken:
+    """Before the last block is folded into what it exchanges."""
+    index = pick(draw, plan, is_back_to_tokens)
     last = max(i for i, op in plan if i < index and plan.ops[index].reads[0] in op.writes)
     return Broken(moved(plan, index, draw(st.integers(0, last))))
 

@@ -73,8 +73,8 @@ def test_a_slow_link_holds_up_all_members(network: str) -> None:
     where, p = on_network(network, ranks={3: 3.0}), split_problem(8)
     for method in all_methods(p):
         if method.name == "all_gather":
-            plan, dealt = method.plan(p, "backward", COMPUTE_BOUND), method.dealt(p)
-            one, slow = (simulate(plan, dealt, x).makespan_s for x in (on_network(network), where))
+            plan, assigned = method.plan(p, "backward", COMPUTE_BOUND), method.assigned(p)
+            one, slow = (simulate(plan, assigned, x).makespan_s for x in (on_network(network), where))
             assert one <= slow * (1 + 1e-9)
 
 
@@ -120,8 +120,8 @@ def test_what_the_library_cannot_add_goes_to_its_owner() -> None:
     assert all(where.algorithm(o, each, 1) is None for where in (nccl, gloo) for each in (p, wide))
     assert nccl.algorithm(dkv, p, 1) is None, "it would round at every hop"
     assert nccl.algorithm(dkv, wide, 1) is not None and gloo.algorithm(dkv, wide, 1) is None
-    deal = AllToAll("q", Chunk(Q, 0, Group(1, 8)), Chunk(Q.by_heads, 0, Group(8, 1)), Group(1, 8))
-    assert nccl.algorithm(deal, wide, 1) is None
+    exchange = AllToAll("q", Chunk(Q, 0, Group(1, 8)), Chunk(Q.by_heads, 0, Group(8, 1)), Group(1, 8))
+    assert nccl.algorithm(exchange, wide, 1) is None
     hops = gloo.algorithm(gather(Group(1, 8)), p, 1)
     assert hops is not None and (hops.name, hops.hops) == ("hops", 7)
 
@@ -134,6 +134,6 @@ def test_the_library_sends_as_much_as_messages(network: str) -> None:
         totals = []
         for collectives in ("library", "messages"):
             method = build("all_gather", {"stride": 4, "collectives": collectives})
-            plan, dealt = method.plan(p, phase, COMPUTE_BOUND), method.dealt(p)
-            totals.append(sum(sent for _, sent in account.traffic(plan, dealt, where)))
+            plan, assigned = method.plan(p, phase, COMPUTE_BOUND), method.assigned(p)
+            totals.append(sum(sent for _, sent in account.traffic(plan, assigned, where)))
         np.testing.assert_allclose(*totals)

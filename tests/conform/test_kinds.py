@@ -163,7 +163,7 @@ def test_a_layout_that_would_hold_is_named(worlds: Worlds, capsys: pytest.Captur
     assert all("tried as striped, method.layout=contiguous would hold" in remark(found) for found in rows)
     assert advice("my:fn", rows) == (
         "2 of the 2 failing checks hold with method.layout=contiguous, and fail as striped. If that is how its tokens "
-        "are dealt, claim it: python -m sp_bench.conform my:fn method.layout=contiguous"
+        "are assigned, claim it: python -m sp_bench.conform my:fn method.layout=contiguous"
     )
     assert main([f"{HERE}:unclaimed", "sizes=2", "checks=out", "shrink_s=3"]) == 1
     assert "method.layout=contiguous would hold" in " ".join(capsys.readouterr().out.replace("│", " ").split())

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sp_bench.methods import REGISTRY
-from sp_bench.plan.dealers import DEALERS
+from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.documents import Packed
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import MASKS
@@ -34,12 +34,12 @@ def test_figures_are_as_recorded(point: str) -> None:
 
 
 def test_all_that_is_registered_has_figures() -> None:
-    """Methods, masks, layouts, dealings and clusters; `python -m tests.golden.record --new` records what lacks some."""
+    """Methods, masks, layouts, layouts and clusters; `python -m tests.golden.record --new` records what lacks some."""
     assert list(RECORDED) == list(POINTS)
     words = {word for point in POINTS for word in point.split()}
     assert {f"method={name}" for name in REGISTRY} <= words
     packed = {mask.name for mask in Packed.__subclasses__()}
     assert {f"mask={name}" for name in {*MASKS, *packed} - WHOLE.keys()} | {"causal=false"} <= words
-    assert {recorded["layout"] for recorded in RECORDED.values()} == {*LAYOUTS, *DEALERS}
+    assert {recorded["layout"] for recorded in RECORDED.values()} == {*LAYOUTS, *ASSIGNMENTS}
     simulated = {path.stem for path in (CONF / "cluster").glob("*.yaml")} - {"local"}
     assert {f"cluster={name}" for name in simulated} <= words

@@ -35,7 +35,7 @@ def differences(cases: list[tuple[str, int, tuple[int, ...]]]) -> list[float]:
         parallel = register(method, group=group)
         ours = ours or llama("sp_bench")
         ours.zero_grad()
-        out = ours(**parallel.deal(whole, position_ids=told))
+        out = ours(**parallel.shard(whole, position_ids=told))
         out.loss.backward()
         total = out.loss.detach().clone()
         dist.all_reduce(total, group=group)
@@ -64,7 +64,7 @@ def padded_heads() -> float:
     parallel = register("ulysses", group=group, pad_heads=True)
     alone, ours = llama("eager"), llama("sp_bench")
     logits, _, wanted = eager(alone, ids())
-    out = ours(**parallel.deal(ids()))
+    out = ours(**parallel.shard(ids()))
     out.loss.backward()
     return apart([parallel.gather(out.logits), *summed(ours, group)], [logits, *wanted])
 
@@ -73,7 +73,7 @@ PACKS = ((20, 28), (5, 30, 13))
 
 
 def two_batches(*, checkpointing: bool) -> dict[str, float]:
-    """Errors where two packed batches are dealt, then run forward, before one backward."""
+    """Errors where two packed batches are sharded, then run forward, before one backward."""
     group, parallel = _registered("two batches")
     if group is None:
         return {}
@@ -81,14 +81,14 @@ def two_batches(*, checkpointing: bool) -> dict[str, float]:
     if checkpointing:
         ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     batches = [(ids(seed=3 + i), positions(*pack)) for i, pack in enumerate(PACKS)]
-    dealt = [parallel.deal(whole, position_ids=told) for whole, told in batches]
-    outs = [ours(**each) for each in dealt]
+    sharded = [parallel.shard(whole, position_ids=told) for whole, told in batches]
+    outs = [ours(**each) for each in sharded]
     (outs[0].loss + outs[1].loss).backward()
     wanted = [eager(alone, whole, told) for whole, told in batches]
     both = [x + y for x, y in zip(wanted[0][2], wanted[1][2], strict=True)]
     return {
         "logits": max(apart([parallel.gather(out.logits)], [each[0]]) for out, each in zip(outs, wanted, strict=True)),
-        "gathered by what was dealt": apart([parallel.gather(outs[0].logits * 1, dealt[0])], [wanted[0][0]]),
+        "gathered by what was sharded": apart([parallel.gather(outs[0].logits * 1, sharded[0])], [wanted[0][0]]),
         "gradients": apart(summed(ours, group), both),
     }
 
@@ -98,8 +98,8 @@ def not_told_which() -> str:
     group, parallel = _registered("gather")
     if group is None:
         return ""
-    given = parallel.deal(ids())
-    parallel.deal(ids(rows=2, seqlen=24), position_ids=torch.cat([positions(10, 14), positions(24)]))
+    given = parallel.shard(ids())
+    parallel.shard(ids(rows=2, seqlen=24), position_ids=torch.cat([positions(10, 14), positions(24)]))
     return refused(lambda: parallel.gather(given["input_ids"] * 1))
 
 
@@ -111,7 +111,7 @@ def rows_that_differ() -> float:
     whole, told = ids(rows=2), torch.cat([positions(*pack) for pack in PACKS])
     logits, loss, wanted = eager(llama("eager"), whole, told)
     ours = llama("sp_bench")
-    out = ours(**parallel.deal(whole, position_ids=told))
+    out = ours(**parallel.shard(whole, position_ids=told))
     out.loss.backward()
     total = out.loss.detach().clone()
     dist.all_reduce(total, group=group)
@@ -125,7 +125,7 @@ def not_causal(*, packed: bool) -> float:
     if group is None:
         return 0.0
     lengths = (20, 28) if packed else (47,)
-    given = parallel.deal(ids(seqlen=sum(lengths)), position_ids=positions(*lengths))
+    given = parallel.shard(ids(seqlen=sum(lengths)), position_ids=positions(*lengths))
     batch, generator = given["sp_bench"], torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, sum(lengths), heads, 8, generator=generator) for heads in (4, 2, 2))
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -133,7 +133,7 @@ def not_causal(*, packed: bool) -> float:
     wanted = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=sees, enable_gqa=True
     ).transpose(1, 2)
-    mine = [batch.deal(x.flatten(2)).unflatten(2, x.shape[2:]).transpose(1, 2) for x in (q, k, v)]
+    mine = [batch.shard(x.flatten(2)).unflatten(2, x.shape[2:]).transpose(1, 2) for x in (q, k, v)]
     layer = torch.nn.Identity()
     layer.is_causal = False  # pyright: ignore[reportArgumentType]
     out = parallel(layer, *mine, None, sp_bench=batch)[0]
@@ -148,14 +148,14 @@ def other_batches() -> list[str]:
     odd = dist.get_rank(group) == 1
     whole, wrong = ids(), torch.tensor([[0, 2, *range(46)]])
     calls = (
-        lambda: parallel.deal(ids(seqlen=40) if odd else whole),
-        lambda: parallel.deal(whole, position_ids=positions(*PACKS[odd])),
-        lambda: parallel.deal(ids(seed=1 + odd)),
-        lambda: parallel.deal(whole, labels=ids(seed=1 + odd)),
-        lambda: parallel.deal(whole, position_ids=wrong if odd else None),
+        lambda: parallel.shard(ids(seqlen=40) if odd else whole),
+        lambda: parallel.shard(whole, position_ids=positions(*PACKS[odd])),
+        lambda: parallel.shard(ids(seed=1 + odd)),
+        lambda: parallel.shard(whole, labels=ids(seed=1 + odd)),
+        lambda: parallel.shard(whole, position_ids=wrong if odd else None),
     )
     found = [refused(call) for call in calls]
-    return [*found, refused(lambda: parallel.deal(whole))]
+    return [*found, refused(lambda: parallel.shard(whole))]
 
 
 def other_shapes() -> list[str]:
@@ -186,7 +186,7 @@ def padded() -> list[str]:
     parallel, ours = register("ring"), llama("sp_bench")
     left, whole = torch.ones(1, 48, dtype=torch.long), torch.ones(1, 48, dtype=torch.long)
     left[:, :3] = 0
-    given = parallel.deal(ids())
+    given = parallel.shard(ids())
     return [refused(partial(ours, **given, attention_mask=mask)) for mask in (left, whole)]
 
 
@@ -224,7 +224,7 @@ def losses() -> tuple[float, str]:
     for mixed in (DropsLabels, OwnLoss):
         ours = llama("sp_bench")
         ours.__class__ = type("Llama", (mixed, LlamaForCausalLM), {"forward": _forward(mixed)})
-        given = parallel.deal(ids())
+        given = parallel.shard(ids())
         try:
             total = ours(**given).loss.detach().clone()
             dist.all_reduce(total, group=group)
@@ -241,9 +241,9 @@ def _forward(mixed: type) -> Any:
     return forward
 
 
-def undealt() -> list[str]:
-    """How tokens that the caller dealt are refused: those without positions, those of `positions`, and other cases."""
-    group, _ = _registered("undealt")
+def sharded_by_caller() -> list[str]:
+    """How tokens that the caller sharded are refused: without positions, those of `positions`, and other cases."""
+    group, _ = _registered("sharded_by_caller")
     if group is None:
         return []
     from sp_bench import SequenceParallelAttention
@@ -279,7 +279,7 @@ def frequencies() -> list[str]:
 
     parallel = register("ring", group=group, layout="contiguous")
     ours = model("phi3, frequencies by the length", "sp_bench")
-    return [refused(partial(ours, **parallel.deal(ids(seqlen=seqlen)))) for seqlen in (48, 24)]
+    return [refused(partial(ours, **parallel.shard(ids(seqlen=seqlen)))) for seqlen in (48, 24)]
 
 
 def packings(count: int) -> dict[str, tuple[int, int]]:
@@ -295,7 +295,7 @@ def packings(count: int) -> dict[str, tuple[int, int]]:
     for i in range(count):
         whole = ids(seqlen=200 + i % 60)
         first = 1 + 37 * i % 191
-        ours(**parallel.deal(whole, position_ids=positions(first, whole.shape[1] - first))).loss.backward()
+        ours(**parallel.shard(whole, position_ids=positions(first, whole.shape[1] - first))).loss.backward()
         q = torch.randn(1, 60 + i % 60, 2, 16, requires_grad=True)
         attention(q, q, q).sum().backward()
         if i + 1 in (count // 2, count):
@@ -330,9 +330,9 @@ def refusals() -> list[str]:
         lambda: parallel(layer, q, q, q, None, softcap=30.0),
         lambda: parallel(layer, q, q, q, None, position_bias=torch.zeros(4)),
         lambda: parallel(layer, q, q, q, None, sliding_window=4, is_causal=False),
-        lambda: parallel.deal(q[0, 0, :1].long(), position_ids=torch.tensor([[0, 1, 3, 0, 1, 2, 3, 4]])),
-        lambda: parallel.deal(q[0, 0, :1].long(), position_ids=torch.zeros(3, 1, 8, dtype=torch.long)),
-        lambda: parallel(layer, q[:, :, :4], q[:, :, :4], q[:, :, :4], None, **parallel.deal(q[0, 0, :1].long())),
+        lambda: parallel.shard(q[0, 0, :1].long(), position_ids=torch.tensor([[0, 1, 3, 0, 1, 2, 3, 4]])),
+        lambda: parallel.shard(q[0, 0, :1].long(), position_ids=torch.zeros(3, 1, 8, dtype=torch.long)),
+        lambda: parallel(layer, q[:, :, :4], q[:, :, :4], q[:, :, :4], None, **parallel.shard(q[0, 0, :1].long())),
         lambda: register("rings"),
     )
     return [refused(call) for call in calls]

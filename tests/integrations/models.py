@@ -169,7 +169,7 @@ def against_eager(case: str) -> str | float:
     parallel = register("ring", group=group)
     ours = model(case, "sp_bench")
     try:
-        out = ours(**parallel.deal(ids()))
+        out = ours(**parallel.shard(ids()))
     except RequestError as error:
         return str(error)
     out.loss.backward()
@@ -194,7 +194,7 @@ def of_a_sequence() -> str:
     parallel = register("ring", group=group)
     config = transformers.LlamaConfig(**SIZES, attn_implementation=NAME)  # pyright: ignore[reportCallIssue]
     classifier = transformers.LlamaForSequenceClassification(config).float()
-    given = parallel.deal(ids())
+    given = parallel.shard(ids())
     for key in ("labels", "shift_labels", "num_items_in_batch"):
         given.pop(key)
     try:
@@ -271,7 +271,7 @@ def not_tried_alone(how: str, mixes: bool) -> str | float:
         mesh = DeviceMesh.from_group(group, "cpu")
         for module in (*ours.model.layers, ours):
             fully_shard(module, mesh=mesh)
-    given = parallel.deal(ids())
+    given = parallel.shard(ids())
     try:
         return apart([parallel.gather(ours(**given).logits.detach())], [eager(alone, ids())[0]])
     except RequestError as error:
@@ -295,7 +295,7 @@ def another_sequence(case: str) -> str:
         "gpt2": lambda: transformers.GPT2LMHeadModel(_config("GPT2", **few)),
         "bert": lambda: transformers.BertLMHeadModel(_config("Bert", **bert)),
     }
-    ours, given = made[case.split(",")[0]](), parallel.deal(ids())
+    ours, given = made[case.split(",")[0]](), parallel.shard(ids())
     if "alone" not in case:
         given["encoder_hidden_states"] = torch.randn(1, given["input_ids"].shape[1], 32)
     for key in ("labels", "shift_labels", "num_items_in_batch"):

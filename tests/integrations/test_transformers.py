@@ -48,7 +48,7 @@ def _two_batches(checkpointing: bool) -> dict[str, float]:
 
 
 def test_a_tensor_of_one_of_several_batches_is_told_apart_or_refused(ranks: Ranks) -> None:
-    assert "gather(x, dealt)" in ranks.run(jobs.not_told_which)[0]
+    assert "gather(x, sharded)" in ranks.run(jobs.not_told_which)[0]
 
 
 def test_rows_with_different_documents(ranks: Ranks) -> None:
@@ -94,11 +94,11 @@ def test_losses_add_up_whatever_a_model_passes_on(ranks: Ranks) -> None:
     assert "computes its loss by code of its own" in refusal
 
 
-def test_tokens_that_the_caller_deals_are_right_or_refused(ranks: Ranks) -> None:
+def test_tokens_that_the_caller_shards_are_right_or_refused(ranks: Ranks) -> None:
     not_mine = "position_ids: are not those of this rank's tokens"
     wanted = (not_mine, "", not_mine, "", not_mine, "labels: are shifted", "")
     wanted += ("rope_type=longrope beyond 24 tokens", "attn_temperature_tuning from 16 tokens on")
-    for found in ranks.run(jobs.undealt)[:2]:
+    for found in ranks.run(jobs.sharded_by_caller)[:2]:
         for message, begin in zip(found, wanted, strict=True):
             assert (begin in message) if begin else not message, (found, wanted)
 

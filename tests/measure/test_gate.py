@@ -37,7 +37,7 @@ def spec(kv_heads: int, phases: tuple[str, ...] = PHASES, seqlen: int = 300, met
     )  # fmt: skip
     built = build(method, {}).candidates(problem)[0]
     plans = {phase: built.plan(problem, phase, COMPUTE_BOUND) for phase in Attention.executed(phases)}
-    return Spec(workload=Attention(phases=phases), plans=plans, problem=built.dealt(problem), kernel="aten_cpu")
+    return Spec(workload=Attention(phases=phases), plans=plans, problem=built.assigned(problem), kernel="aten_cpu")
 
 
 def one_rank(seqlen: int) -> Spec:

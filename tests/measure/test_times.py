@@ -93,7 +93,7 @@ def spec(method: str, phases: tuple[str, ...], n: int = WORLD) -> Spec:
     problem = Problem(n=n, layout=layout, seqlen=n * 32, heads=n, kv_heads=n, head_dim=16, dtype="float32")
     built = build(method, {}).candidates(problem)[0]
     plans = {phase: built.plan(problem, phase, COMPUTE_BOUND) for phase in Attention.executed(phases)}
-    return Spec(workload=Attention(phases=phases), plans=plans, problem=built.dealt(problem), parts=True)
+    return Spec(workload=Attention(phases=phases), plans=plans, problem=built.assigned(problem), parts=True)
 
 
 def test_ranks_begin_by_one_clock(ranks: Ranks) -> None:

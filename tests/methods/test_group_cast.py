@@ -36,10 +36,10 @@ from tests.support.points import point
 from tests.support.seen import seen
 
 
-def dealt(method: Method, mask: Mask, n: int, seqlen: int) -> Problem:
+def assigned(method: Method, mask: Mask, n: int, seqlen: int) -> Problem:
     layout = method.layout_of(mask, n)
     keys = mask.seqlen + mask.cached_tokens if isinstance(mask, Packed) else seqlen
-    return method.dealt(
+    return method.assigned(
         Problem(n=n, seqlen=seqlen, kv_seqlen=keys, heads=8, kv_heads=8, head_dim=16, mask=mask, layout=layout)
     )
 
@@ -63,7 +63,7 @@ methods = st.sampled_from(METHODS)
 def test_what_is_sent_is_each_row_that_is_seen_once(pack: Packed, n: int, method: tuple) -> None:
     """The rows, their number and their bytes, against a dense mask. Every plan is proven."""
     built = build(*method)
-    problem = dealt(built, pack, n, pack.seqlen)
+    problem = assigned(built, pack, n, pack.seqlen)
     visible, degree = seen(pack), problem.layout.head_parallel
     chunks, total = n // degree, 0
     for q in range(chunks):
@@ -85,7 +85,7 @@ def test_what_is_sent_is_each_row_that_is_seen_once(pack: Packed, n: int, method
 def test_rows_cross_once_for_neighbours_and_go_on_to_those_that_see_them(pack: Packed, n: int, method: tuple) -> None:
     """The rows and their bytes on each kind of link, against a dense mask, forward and backward. Plans are proven."""
     built, near = build(*method), method[1]["inner"]
-    problem = dealt(built, pack, n, pack.seqlen)
+    problem = assigned(built, pack, n, pack.seqlen)
     visible, degree = seen(pack), problem.layout.head_parallel
     chunks, across, inside = n // degree, 0, 0
     for kv in range(chunks):
@@ -110,7 +110,7 @@ def test_rows_cross_once_for_neighbours_and_go_on_to_those_that_see_them(pack: P
 @given(pack=packs(cached=True), n=st.sampled_from([1, 3, 8]), method=methods)
 def test_gathered_blocks_have_every_pair_once(pack: Packed, n: int, method: tuple) -> None:
     n += n % dict(method[1]).get("ulysses", 1)
-    problem = dealt(build(*method), pack, n, pack.seqlen)
+    problem = assigned(build(*method), pack, n, pack.seqlen)
     for phase in PHASES:
         plan, visible = build(*method).plan(problem, phase, COMPUTE_BOUND), seen(pack)
         for rank in range(n):
@@ -143,13 +143,13 @@ def dense(region: Region) -> np.ndarray:
 def test_share_of_a_whole_sequence(name: str, u: int, mask: Mask, layout: str, share: Fraction) -> None:
     """c of the header's formulas."""
     method = build(name, {"layout": layout, **({"ulysses": u} if name == "group_cast" else {})})
-    problem = dealt(method, mask, 8, 64)
+    problem = assigned(method, mask, 8, 64)
     assert method.symbols(problem)["c"] == share
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
 def test_ranks_get_a_copy_of_the_problem_and_cast_the_same_rows(mask: Mask) -> None:
-    problem = dealt(build("group_cast", {"ulysses": 1}), mask, 4, 64)
+    problem = assigned(build("group_cast", {"ulysses": 1}), mask, 4, 64)
     assert np.array_equal(casts(pickle.loads(pickle.dumps(problem))).counts, casts(problem).counts)
 
 
@@ -180,7 +180,7 @@ def test_work_is_even_and_tokens_are_equal(gpus: int, seed: int) -> None:
     """
     pack = magi_attention(gpus, seed)
     for u in (1, 8):
-        problem = dealt(build("group_cast", {"ulysses": u, "stages": 1}), pack, gpus, pack.seqlen)
+        problem = assigned(build("group_cast", {"ulysses": u, "stages": 1}), pack, gpus, pack.seqlen)
         plan = build("group_cast", {"ulysses": u, "stages": 1}).plan(problem, "forward", COMPUTE_BOUND)
         assert account.work_imbalance([(1, plan, problem)]) <= 1.05
         assert row_bytes_sent(plan, problem) <= 1.05 * row_bytes_needed(problem)
@@ -189,14 +189,14 @@ def test_work_is_even_and_tokens_are_equal(gpus: int, seed: int) -> None:
 
 def test_chunks_are_as_long_as_is_asked_for() -> None:
     pack = magi_attention(16)
-    problem = dealt(build("group_cast", {"ulysses": 1, "stages": 1, "chunk": 1024}), pack, 16, pack.seqlen)
+    problem = assigned(build("group_cast", {"ulysses": 1, "stages": 1, "chunk": 1024}), pack, 16, pack.seqlen)
     starts = {run.start % 1024 for chunk in range(16) for run in problem.layout.ranges(chunk, 16, pack.seqlen)}
     assert starts == {0}
 
 
 def test_sub_groups_are_powers_of_two_of_neighbours() -> None:
     pack = Documents((40, 30, 9, 8, 8, 3, 2, 1, 1, 1))
-    problem = dealt(build("hybrid_cp", {"rank_tokens": 10}), pack, 8, pack.seqlen)
+    problem = assigned(build("hybrid_cp", {"rank_tokens": 10}), pack, 8, pack.seqlen)
     edges, found = np.cumsum((0, *pack.lengths)), []
     for start, stop in zip(edges, edges[1:], strict=False):
         ranks = [r for r in range(8) if ((positions(problem, r) >= start) & (positions(problem, r) < stop)).any()]
@@ -209,13 +209,13 @@ def test_sub_groups_are_powers_of_two_of_neighbours() -> None:
 
 @given(pack=packs(), n=st.sampled_from([2, 5, 8]))
 def test_sub_groups_have_all_tokens_once(pack: Packed, n: int) -> None:
-    problem = dealt(build("hybrid_cp", {}), pack, n, pack.seqlen)
+    problem = assigned(build("hybrid_cp", {}), pack, n, pack.seqlen)
     everyone = np.concatenate([positions(problem, rank) for rank in range(n)])
     np.testing.assert_array_equal(np.sort(everyone), np.arange(pack.seqlen))
 
 
 def test_stages_divide_the_other_groups() -> None:
-    problem = dealt(build("group_cast", {"ulysses": 2, "stages": 3}), CAUSAL, 16, 64)
+    problem = assigned(build("group_cast", {"ulysses": 2, "stages": 3}), CAUSAL, 16, 64)
     plan = build("group_cast", {"ulysses": 2, "stages": 3}).plan(problem, "forward", COMPUTE_BOUND)
     assert [op.members for op in plan.ops if isinstance(op, GroupCast)] == [(1, 2), (3, 4), (5, 6, 7)]
 
@@ -246,7 +246,7 @@ def test_stairs_are_cut_along_their_keys() -> None:
         ("method.stages=0", "an integer of at least 1"),
         ("method.inner=3", "method.inner=3: must divide the 8 groups of ranks with the same heads; one of 1, 2, 4, 8"),
         ("method.chunk=half", "must be auto or an integer"),
-        ("method.chunk=64", "chunks of a pack are dealt by the layouts balanced and blocks alone"),
+        ("method.chunk=64", "chunks of a pack are assigned by the layouts balanced and blocks alone"),
         ("method.ulysses=3", "one of 1, 2, 4, 8 would work"),
         ("method.layout=hybird", "hybrid"),
         ("method.layout=balanced", "or mask=document, would work"),

@@ -94,7 +94,7 @@ def test_the_scheduled_time_is_the_simulated_one(
     costs, method = network.profile(p), build("mesh", {"tile": tile, **options})
     time = method.schedule_time(p, phase, costs)
     assert time
-    simulated = simulate(method.plan(p, phase, costs), method.dealt(p), network).makespan_s
+    simulated = simulate(method.plan(p, phase, costs), method.assigned(p), network).makespan_s
     assert simulated == pytest.approx(time.scheduled_s, rel=1e-9)
     assert time.least_s <= time.scheduled_s * CLOSE
 

@@ -35,9 +35,9 @@ def test_plans_are_proven_and_send_the_closed_form(layout: str, causal: bool, op
         tiles_of = tiles(n) if p.kv_heads % options.get("slices", 1) == 0 else []
         for tile, phase in itertools.product(tiles_of, PHASES):
             mesh = build("mesh", {"form": "gather", "tile": tile, "layout": layout, **options})
-            plan, dealt = mesh.plan(p, phase, COMPUTE_BOUND), mesh.dealt(p)
-            check(plan, dealt)
-            assert account.volume(plan, dealt).total_bytes == pytest.approx(mesh.bytes_sent(p, phase), rel=1e-12)
+            plan, assigned = mesh.plan(p, phase, COMPUTE_BOUND), mesh.assigned(p)
+            check(plan, assigned)
+            assert account.volume(plan, assigned).total_bytes == pytest.approx(mesh.bytes_sent(p, phase), rel=1e-12)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -98,5 +98,5 @@ def test_the_time_of_a_tile_in_slices_by_hand() -> None:
     block_s = 4 * 4096**2 * p.heads * p.head_dim / 200e12
     for slices, hops, exposed_s in ((1, 3, block_s), (2, 6, 0.0)):
         mesh = build("mesh", {"form": "gather", "tile": (2, 2), "slices": slices, "collectives": "messages"})
-        run = simulate(mesh.plan(p, "forward", network.profile(p)), mesh.dealt(p), network)
+        run = simulate(mesh.plan(p, "forward", network.profile(p)), mesh.assigned(p), network)
         assert run.makespan_s == pytest.approx(sent_s + hops * 1e-5 + exposed_s, rel=1e-9)

@@ -34,10 +34,10 @@ def test_every_variant_is_proven_and_sends_its_closed_form(n: int, layout: str, 
     options = {"ulysses": "auto", "placement": "auto", "schedule": data.draw(st.sampled_from(["paper", "searched"]))}
     method = data.draw(st.sampled_from(build("mesh", options).candidates(asked)))
     costs = data.draw(st.just(COMPUTE_BOUND) | cost_profiles())
-    dealt, plans = method.dealt(asked), {phase: method.plan(asked, phase, costs) for phase in PHASES}
-    check_all(plans, dealt)
+    assigned, plans = method.assigned(asked), {phase: method.plan(asked, phase, costs) for phase in PHASES}
+    check_all(plans, assigned)
     for phase, plan in plans.items():
-        assert account.volume(plan, dealt).total_bytes == method.bytes_sent(asked, phase)
+        assert account.volume(plan, assigned).total_bytes == method.bytes_sent(asked, phase)
 
 
 @pytest.mark.parametrize("kv_heads", [2, 16])
@@ -61,7 +61,7 @@ def test_square_tiles_send_less_than_mesh_and_usp(n: int, u: int) -> None:
 
     def payload(name: str, **options: object) -> float:
         method = build(name, options)
-        return account.volume(method.plan(asked, "forward", COMPUTE_BOUND), method.dealt(asked)).payload_bytes / unit
+        return account.volume(method.plan(asked, "forward", COMPUTE_BOUND), method.assigned(asked)).payload_bytes / unit
 
     found = payload("mesh", ulysses=u, tile=(side, side))
     assert found == pytest.approx(4 * side - 4 + 4 * (u - 1) / u)

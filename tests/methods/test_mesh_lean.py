@@ -29,7 +29,7 @@ def test_every_tile_is_proven_and_sends_what_its_formula_says(n: int, order: str
     for tile, placement in itertools.product(tiles(n), ("q", "kv")):
         method, asked = build("mesh", {"tile": tile, "schedule": order, "placement": placement}), problem(n)
         plans = {phase: method.plan(asked, phase, COMPUTE_BOUND) for phase in PHASES}
-        check_all(plans, method.dealt(asked))
+        check_all(plans, method.assigned(asked))
         for phase, plan in plans.items():
             assert account.volume(plan, asked).total_bytes == method.bytes_sent(asked, phase)
 
@@ -40,7 +40,7 @@ def test_it_is_proven_with_heads_and_row_sums_too(order: str, u: int) -> None:
     asked = problem(16)
     for tile, row_sums in itertools.product(tiles(16 // u), (False, True)):
         method = build("mesh", {"tile": tile, "schedule": order, "ulysses": u, "row_sums": row_sums})
-        check_all({phase: method.plan(asked, phase, COMPUTE_BOUND) for phase in PHASES}, method.dealt(asked))
+        check_all({phase: method.plan(asked, phase, COMPUTE_BOUND) for phase in PHASES}, method.assigned(asked))
 
 
 def peaks(a: int, b: int, kv_heads: int, order: str) -> list[float]:

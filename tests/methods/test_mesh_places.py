@@ -38,18 +38,18 @@ def test_plans_are_proven_and_send_the_closed_form(n: int, tile: tuple, node: tu
     for layout, phase in itertools.product(layouts, PHASES):
         p = splittable_problem(n, layout)
         mesh = build("mesh", {"tile": tile, "placement": node, "layout": layout, **options})
-        plan, dealt = mesh.plan(p, phase, COMPUTE_BOUND), mesh.dealt(p)
-        check(plan, dealt)
-        assert account.volume(plan, dealt).total_bytes == pytest.approx(mesh.bytes_sent(p, phase), rel=1e-12)
+        plan, assigned = mesh.plan(p, phase, COMPUTE_BOUND), mesh.assigned(p)
+        check(plan, assigned)
+        assert account.volume(plan, assigned).total_bytes == pytest.approx(mesh.bytes_sent(p, phase), rel=1e-12)
 
 
 def test_with_heads_split_a_tile_is_of_groups_of_ranks() -> None:
     p = splittable_problem(32, "zigzag")
     for form, phase in itertools.product(("ring", "gather"), PHASES):
         mesh = Mesh(form=form, tile=(4, 4), placement=(2, 2), ulysses=2, layout="zigzag")
-        plan, dealt = mesh.plan(p, phase, COMPUTE_BOUND), mesh.dealt(p)
-        check(plan, dealt)
-        assert account.volume(plan, dealt).total_bytes == pytest.approx(mesh.bytes_sent(p, phase), rel=1e-12)
+        plan, assigned = mesh.plan(p, phase, COMPUTE_BOUND), mesh.assigned(p)
+        check(plan, assigned)
+        assert account.volume(plan, assigned).total_bytes == pytest.approx(mesh.bytes_sent(p, phase), rel=1e-12)
 
 
 @pytest.mark.parametrize(("n", "tile", "node"), NODES[:4])

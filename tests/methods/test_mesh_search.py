@@ -64,7 +64,7 @@ def test_plans_are_proven(n: int, layout: str, causal: bool, costs: CostProfile,
     candidates = build("mesh", {"schedule": "searched", "slices": "auto" if n <= 9 else 1}).candidates(p)
     assert {method.tile_shape(n) for method in candidates} == set(tiles(n))
     for method in candidates:
-        check(method.plan(p, phase, costs), method.dealt(p))
+        check(method.plan(p, phase, costs), method.assigned(p))
 
 
 @pytest.mark.parametrize("tile", [(2, 2), (2, 4), (4, 2), (4, 4), (3, 5)])
@@ -80,13 +80,13 @@ def test_the_simulator_agrees(tile: tuple[int, int], phase: str, bytes_per_s: fl
         build("mesh", {"tile": tile}),
         build("mesh", {"tile": tile, "schedule": "searched", "slices": slices}),
     )
-    makespan_s = simulate(searched.plan(p, phase, costs), dealt := searched.dealt(p), network).makespan_s
+    makespan_s = simulate(searched.plan(p, phase, costs), assigned := searched.assigned(p), network).makespan_s
     if slices == 1:
         assert makespan_s <= simulate(paper.plan(p, phase, costs), p, network).makespan_s * (1 + 1e-9)
     tensors = FORWARD if phase == "forward" else BACKWARD
     names = [name for name in (tensors.q, tensors.kv, tensors.o, tensors.dkv) if name]
-    hop_s = {name: 1e-5 + dealt.chunk_bytes(name, wire=True) / bytes_per_s for name in names}
-    t = TileTimes(*tile, tensors, costs.of_a_slice(dealt).block_s(phase), hop_s, slices)
+    hop_s = {name: 1e-5 + assigned.chunk_bytes(name, wire=True) / bytes_per_s for name in names}
+    t = TileTimes(*tile, tensors, costs.of_a_slice(assigned).block_s(phase), hop_s, slices)
     c = {name: -int(-s // t.block_s) for name, s in hop_s.items()}
     schedule = (forward_schedule if phase == "forward" else backward_schedule)(*tile, c)
     assert makespan_s == pytest.approx(search(t, order_of(schedule))[1].end_s, rel=1e-9)
@@ -102,7 +102,7 @@ def test_gains_where_blocks_and_transfers_take_equally_long(
     p, network = problem(16, tokens=tokens), cluster(bytes_per_s=bytes_per_s)
     costs, found = network.profile(p), []
     for method in (build("mesh", {"tile": (4, 4), **each}) for each in ({}, options)):
-        found.append(simulate(method.plan(p, "backward", costs), method.dealt(p), network).makespan_s)
+        found.append(simulate(method.plan(p, "backward", costs), method.assigned(p), network).makespan_s)
     paper, ours = found
     assert ours < 0.95 * paper
 

@@ -21,7 +21,7 @@ def problem(n: int, heads: int = 4, kv_heads: int = 4) -> Problem:
 
 
 def refusal(name: str, options: dict[str, object], asked: Problem) -> str:
-    """The message with which a method refuses to deal out a problem, as early as it can."""
+    """The message with which a method refuses to assign a problem, as early as it can."""
     with pytest.raises(RequestError) as refused:
         build(name, options).candidates(asked)
     return str(refused.value)
@@ -137,10 +137,10 @@ def test_what_is_said_to_work_works() -> None:
                     assert refusal(name, {option: size}, asked).startswith(f"method.{option}={size}: ")
 
 
-def test_a_layout_is_not_dealt_out_before_its_sharing_is_chosen() -> None:
+def test_a_layout_is_not_assigned_out_before_its_sharing_is_chosen() -> None:
     asked = problem(8)
     method = build("usp", {})
-    for early in (method.dealt, lambda p: method.plan(p, "forward", COMPUTE_BOUND), lambda p: method.variant(p.n)):
+    for early in (method.assigned, lambda p: method.plan(p, "forward", COMPUTE_BOUND), lambda p: method.variant(p.n)):
         with pytest.raises(
             RequestError, match=r"^method.ulysses=auto: decides which tokens a rank owns, .* would work$"
         ):
@@ -150,9 +150,9 @@ def test_a_layout_is_not_dealt_out_before_its_sharing_is_chosen() -> None:
 
 @pytest.mark.parametrize("ulysses", [3, 16])
 def test_a_layout_is_not_shared_by_groups_that_do_not_tile_the_ranks(ulysses: int) -> None:
-    """Else tokens are dealt out wrongly, or with a division by zero, before a problem is asked about."""
+    """Else tokens are assigned wrongly, or with a division by zero, before a problem is asked about."""
     with pytest.raises(RequestError):
-        build("usp", {"ulysses": ulysses}).dealt_by(LAYOUTS["striped"], 8)
+        build("usp", {"ulysses": ulysses}).layout_for(LAYOUTS["striped"], 8)
 
 
 def variants(name: str, asked: Problem) -> tuple[Method, ...]:
@@ -174,5 +174,5 @@ def test_candidates_are_settled(name: str) -> None:
     asked = splittable_problem(16)
     for method in variants(name, asked):
         assert method.candidates(asked) == (method,)
-        assert method.dealt(method.dealt(asked)) == method.dealt(asked)
+        assert method.assigned(method.assigned(asked)) == method.assigned(asked)
         assert all(isinstance(value, int | float) for value in method.symbols(asked).values())

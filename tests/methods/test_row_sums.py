@@ -32,13 +32,13 @@ def test_a_chunk_less_travels_for_each_row_of_the_tile(name: str, options: dict[
     whole, summed = (build(name, {**options, "row_sums": on}) for on in (False, True))
     unit = asked.chunk_bytes(Q, wire=True)
     for phase in PHASES:
-        problem = summed.dealt(asked)
+        problem = summed.assigned(asked)
         full, less = (account.volume(m.plan(asked, phase, COMPUTE_BOUND), problem) for m in (whole, summed))
         assert less.total_bytes == summed.bytes_sent(asked, phase)
         backward = phase == "backward"
         assert full.payload_bytes - less.payload_bytes == backward * hops * unit
         assert less.statistic_bytes - full.statistic_bytes == backward * hops * asked.heads * asked.queries.most * 4
-    check_all({phase: summed.plan(asked, phase, COMPUTE_BOUND) for phase in PHASES}, summed.dealt(asked))
+    check_all({phase: summed.plan(asked, phase, COMPUTE_BOUND) for phase in PHASES}, summed.assigned(asked))
 
 
 def test_with_one_row_there_is_nothing_to_sum() -> None:

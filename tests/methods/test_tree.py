@@ -35,7 +35,7 @@ def tree(n: int, inner: int) -> TreeReduce:
 def step_of(n: int, inner: int) -> tuple[Problem, dict]:
     mask = Caches((40, 25, 31), share=4)
     method = build("tree", {"inner": inner})
-    problem = method.dealt(cached_problem(n, mask, heads=2, head_dim=8))
+    problem = method.assigned(cached_problem(n, mask, heads=2, head_dim=8))
     return problem, {"forward": method.plan(problem, "forward", COMPUTE_BOUND)}
 
 

@@ -1,4 +1,4 @@
-"""UPipe: each key head is dealt once, what stages save, and what their proof refuses."""
+"""UPipe: each key head is assigned once, what stages save, and what their proof refuses."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def problem(heads: int, kv_heads: int, n: int) -> Problem:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "n"), SHAPES)
-def test_every_key_head_is_dealt_once(heads: int, kv_heads: int, n: int) -> None:
+def test_every_key_head_is_exchanged_once(heads: int, kv_heads: int, n: int) -> None:
     """However many stages there are, the forward sends what Ulysses sends."""
     asked = problem(heads, kv_heads, n)
     ulysses = build("ulysses", {})
-    wanted = account.volume(ulysses.plan(asked, "forward", COMPUTE_BOUND), ulysses.dealt(asked))
+    wanted = account.volume(ulysses.plan(asked, "forward", COMPUTE_BOUND), ulysses.assigned(asked))
     for method in build("upipe", {"stages": "auto"}).candidates(asked):
         plan = method.plan(asked, "forward", COMPUTE_BOUND)
-        assert account.volume(plan, method.dealt(asked)).sent_bytes == wanted.sent_bytes
+        assert account.volume(plan, method.assigned(asked)).sent_bytes == wanted.sent_bytes
         keys = [op.recv for op in plan.ops if isinstance(op, AllToAll) and op.tensor == KV.by_heads]
         assert len(keys) == len(set(keys)) == math.gcd(method.head_slices(asked), max(kv_heads // n, 1))
 
@@ -50,49 +50,51 @@ def test_peak_memory_is_the_formula(heads: int, kv_heads: int, n: int, overlap: 
     asked = problem(heads, kv_heads, n)
     k, padded, unit = kv_heads / heads, max(kv_heads, n) / heads, asked.chunk_bytes(Q, wire=True)
     for method in build("upipe", {"stages": "auto", "overlap": overlap}).candidates(asked):
-        dealt = method.dealt(asked)
-        s, t = dealt.head_slices, dealt.key_slices
+        assigned = method.assigned(asked)
+        s, t = assigned.head_slices, assigned.key_slices
         c, c_kv = (1 + (overlap and count > 1) for count in (s, t))
-        forward, backward = (account.peak_bytes([method.plan(asked, p, COMPUTE_BOUND)], dealt) / unit for p in PHASES)
+        forward, backward = (
+            account.peak_bytes([method.plan(asked, p, COMPUTE_BOUND)], assigned) / unit for p in PHASES
+        )
         assert forward == pytest.approx(3 + 2 * k + (c + 2) / s + 2 * padded * (c_kv + 1) / t, abs=0.04)
         if s == t and kv_heads >= n:
             assert backward == pytest.approx(4 + 4 * k + (3 * c + 3) / s + 2 * k * (2 * c + 2) / t, abs=0.04)
 
 
-def test_a_stage_is_dealt_before_the_blocks_of_the_one_before_it() -> None:
+def test_a_stage_is_exchanged_before_the_blocks_of_the_one_before_it() -> None:
     asked = problem(32, 8, 8)
     for overlap in (True, False):
         (method,) = build("upipe", {"overlap": overlap}).candidates(asked)
         ops = method.plan(asked, "forward", COMPUTE_BOUND).ops
-        dealt = [i for i, op in enumerate(ops) if isinstance(op, AllToAll) and op.tensor == Q.by_heads]
+        assigned = [i for i, op in enumerate(ops) if isinstance(op, AllToAll) and op.tensor == Q.by_heads]
         blocks = [i for i, op in enumerate(ops) if isinstance(op, Attend)]
-        assert [a < b for a, b in zip(dealt[1:], blocks[:-1], strict=True)] == [overlap] * 3
+        assert [a < b for a, b in zip(assigned[1:], blocks[:-1], strict=True)] == [overlap] * 3
 
 
 def test_slices_have_as_many_query_heads_of_each_key_head_and_make_the_whole() -> None:
     """12 query heads of 2 key heads in 2 x 3 slices: heads 0 to 5 attend to key head 0."""
     (method,) = build("upipe", {"stages": 6}).candidates(problem(12, 2, 2))
-    dealt = method.dealt(problem(12, 2, 2))
-    assert (dealt.head_slices, dealt.key_slices) == (6, 1)
+    assigned = method.assigned(problem(12, 2, 2))
+    assert (assigned.head_slices, assigned.key_slices) == (6, 1)
     heads = torch.arange(12).reshape(1, 1, 12, 1)
-    slices = [one_slice(heads, dealt, Q, i) for i in range(6)]
+    slices = [one_slice(heads, assigned, Q, i) for i in range(6)]
     assert [x.flatten().tolist() for x in slices] == [[i, 6 + i] for i in range(6)]
-    assert torch.equal(together(slices, dealt, Q), heads)
-    assert torch.equal(together([x[:, 0] for x in slices], dealt, O), heads[:, 0])
+    assert torch.equal(together(slices, assigned, Q), heads)
+    assert torch.equal(together([x[:, 0] for x in slices], assigned, O), heads[:, 0])
 
 
 def test_every_part_of_a_key_heads_gradient_is_proven() -> None:
     """A query slice left out, one computed twice, and one with another slice's keys."""
     asked = problem(32, 8, 4)
     (method,) = build("upipe", {}).candidates(asked)
-    plan, dealt = method.plan(asked, "backward", COMPUTE_BOUND), method.dealt(asked)
-    check(plan, dealt)
+    plan, assigned = method.plan(asked, "backward", COMPUTE_BOUND), method.assigned(asked)
+    check(plan, assigned)
     blocks = [(i, op) for i, op in plan if isinstance(op, AttendBackward)]
     assert len(blocks) == 8 and len({op.dkv for _, op in blocks}) == 2
     first, last = blocks[0], blocks[-1]
     with pytest.raises(PlanError, match="reads dq_h#0 .*before anything"):
-        check(without(plan, last[0]), dealt)
+        check(without(plan, last[0]), assigned)
     with pytest.raises(PlanError, match="mixes slices of heads"):
-        check(with_changed(plan, last[0], kv=first[1].kv, dkv=first[1].dkv).plan, dealt)
+        check(with_changed(plan, last[0], kv=first[1].kv, dkv=first[1].dkv).plan, assigned)
     with pytest.raises(PlanError, match="computed twice"):
-        check(with_op(plan, first[0] + 1, first[1]), dealt)
+        check(with_op(plan, first[0] + 1, first[1]), assigned)

@@ -70,7 +70,7 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        """As the peer deals it out. Raises RequestError where the peer refuses it."""
+        """As the peer assigns it out. Raises RequestError where the peer refuses it."""
         peer = self.peer
         whole = Problem(
             n=self.n,
@@ -84,7 +84,7 @@ class Case:
             layout=self.mask.layout(peer.layout),
         )
         peer.refuse(whole)
-        return peer.dealt(whole)
+        return peer.assigned(whole)
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def test_refused_problems(peer: TorchContextParallel, of: Problem, says: str) ->
 def test_ulysses_ranks_of_yunchang_share_a_chunk() -> None:
     """As many as divide ranks and key heads, but for a ring of at least two."""
     shared = {
-        (n, kv_heads): Yunchang(mask=CAUSAL).dealt(problem(n, 8, kv_heads)).layout.head_parallel
+        (n, kv_heads): Yunchang(mask=CAUSAL).assigned(problem(n, 8, kv_heads)).layout.head_parallel
         for n, kv_heads in ((2, 8), (4, 8), (4, 1), (6, 8), (8, 2))
     }
     assert shared == {(2, 8): 1, (4, 8): 2, (4, 1): 1, (6, 8): 2, (8, 2): 2}

@@ -98,9 +98,9 @@ def test_a_new_token_sees_its_chunk_up_to_its_own(length: int, chunk: int, new: 
 
 
 @given(problems())
-def test_every_key_is_dealt_once(problem: Problem) -> None:
-    dealt = [i for rank in range(problem.n) for i in indices(problem.keys.positions(rank))]
-    assert sorted(dealt) == list(range(problem.keys.seqlen))
+def test_every_key_is_assigned_once(problem: Problem) -> None:
+    assigned = [i for rank in range(problem.n) for i in indices(problem.keys.positions(rank))]
+    assert sorted(assigned) == list(range(problem.keys.seqlen))
     counts = [int(problem.keys.tokens(rank)) for rank in range(problem.n)]
     mask = problem.mask
     assert isinstance(mask, Caches)
@@ -121,12 +121,12 @@ def test_every_key_is_dealt_once(problem: Problem) -> None:
 @given(problems(), st.sampled_from(METHODS))
 def test_plans_are_proven_and_send_the_closed_form(problem: Problem, name: str) -> None:
     method = build(name, {})
-    dealt = method.dealt(problem)
-    plan = method.plan(dealt, "forward", COMPUTE_BOUND)
-    check_all({"forward": plan}, dealt)
-    sent = account.volume(plan, dealt)
+    assigned = method.assigned(problem)
+    plan = method.plan(assigned, "forward", COMPUTE_BOUND)
+    check_all({"forward": plan}, assigned)
+    sent = account.volume(plan, assigned)
     assert sent.total_bytes == pytest.approx(method.bytes_sent(problem, "forward"))
-    assert sent.payload_bytes >= account.lower_bound_bytes(dealt, "forward") * (1 - 1e-12)
+    assert sent.payload_bytes >= account.lower_bound_bytes(assigned, "forward") * (1 - 1e-12)
 
 
 def test_published_bytes() -> None:
@@ -138,16 +138,16 @@ def test_published_bytes() -> None:
     payload = 8 * (16 * 8) * 128 * 2 * 7 / 8
     for name, times in (("helix", 1), ("dcp", 2), ("pass_q", 2)):
         method = build(name, {})
-        dealt = method.dealt(problem)
-        plan = method.plan(dealt, "forward", COMPUTE_BOUND)
-        assert account.volume(plan, dealt).payload_bytes == times * payload
+        assigned = method.assigned(problem)
+        plan = method.plan(assigned, "forward", COMPUTE_BOUND)
+        assert account.volume(plan, assigned).payload_bytes == times * payload
 
 
 def test_a_plan_without_what_all_ranks_hold_is_refused() -> None:
     mask = Caches((30, 20), share=2)
     problem = cached_problem(4, mask, heads=2, head_dim=8)
     method = build("helix", {})
-    plan = method.plan(method.dealt(problem), "forward", COMPUTE_BOUND)
+    plan = method.plan(method.assigned(problem), "forward", COMPUTE_BOUND)
     with pytest.raises(PlanError, match="the plan's inputs"):
         check_all({"forward": plan}, problem)  # of which each rank has its own queries only
 

@@ -9,21 +9,21 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sp_bench.plan import DKV, DOWN, KV, Chunk, Group, GroupCast, GroupReduce, Problem, Q
+from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.cast_rows import most_rows, rows_moved
 from sp_bench.plan.casts import Casts, casts
-from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.documents import Packed
 from sp_bench.plan.intervals import Runs, regions_of_runs
 from sp_bench.plan.layout import LAYOUTS, Shards
 from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.patterns import divisors
 from sp_bench.plan.regions import RegionKind
-from tests.support.dealing import places, tokens_of
+from tests.support.layouts import places, tokens_of
 from tests.support.packs import packs
 from tests.support.regions import regions_by_query, times_computed
 from tests.support.seen import seen
 
-names = st.sampled_from([*LAYOUTS, *DEALERS])
+names = st.sampled_from([*LAYOUTS, *ASSIGNMENTS])
 
 
 @given(packs(cached=True), names, st.integers(1, 5), st.data())
@@ -42,7 +42,7 @@ def test_a_call_computes_what_its_queries_see_of_the_rows_there(
 def test_a_call_computes_what_its_queries_see_of_other_keys(
     name: str, n: int, more: int, others: int, causal: bool, data: st.DataObject
 ) -> None:
-    """The keys are a history, which is dealt on its own, and the new tokens, or another sequence, longer or shorter."""
+    """The keys are a history, assigned on its own, and the new tokens, or another sequence, longer or shorter."""
     seqlen = 2 * n + more
     keys = seqlen + others if causal else 2 * n + others
     shape = {"heads": 1, "kv_heads": 1, "head_dim": 8, "layout": LAYOUTS[name]}

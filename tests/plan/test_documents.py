@@ -1,4 +1,4 @@
-"""Packs of documents: what is computed between chunks, and how documents are dealt."""
+"""Packs of documents: what is computed between chunks, and how documents are assigned."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from sp_bench.errors import RequestError
 from sp_bench.plan import intervals
-from sp_bench.plan.dealers import DEALERS
+from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.layout import LAYOUTS, Shards
 from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
-from tests.support.dealing import places, tokens_of
+from tests.support.layouts import places, tokens_of
 from tests.support.packs import packs
 from tests.support.regions import times_computed
 from tests.support.seen import places_of_kept, seen, seen_of_all, seen_of_whole
 
-names = st.sampled_from([*LAYOUTS, *DEALERS])
+names = st.sampled_from([*LAYOUTS, *ASSIGNMENTS])
 
 
 def blocks_of(mask: Packed, name: str, n: int) -> PackBlocks:
@@ -60,7 +60,7 @@ def test_pairs_are_the_same_however_many_runs_are_counted_at_once(mask: Packed, 
 
 
 @given(packs(cached=True), names, st.integers(1, 4), st.integers(1, 3))
-def test_every_key_is_dealt_once(mask: Packed, name: str, chunks: int, degree: int) -> None:
+def test_every_key_is_assigned_once(mask: Packed, name: str, chunks: int, degree: int) -> None:
     """By position in each rank's order; those of a rank's own queries, and of histories those that a query sees."""
     layout = replace(mask.layout(name), head_parallel=degree)
     n, queries = chunks * degree, Shards(layout, chunks * degree, (mask.seqlen,))
@@ -95,7 +95,7 @@ def test_a_history_of_documents_by_hand() -> None:
 
 
 @given(packs(), names, st.integers(1, 9))
-def test_every_token_is_dealt_once(mask: Packed, name: str, n: int) -> None:
+def test_every_token_is_assigned_once(mask: Packed, name: str, n: int) -> None:
     layout = mask.layout(name)
     chunks = [tokens_of(layout, i, n, mask.seqlen) for i in range(n)]
     assert sorted(np.concatenate(chunks)) == list(range(mask.seqlen))
@@ -151,7 +151,7 @@ def test_the_diagonal_shifts_for_a_document_that_starts_in_mid_stripe() -> None:
 
 @given(packs(cached=True), st.data())
 def test_parts_of_a_sequence_see_what_it_sees(mask: Packed, data: st.DataObject) -> None:
-    """A part has the queries start <= q < stop, behind all tokens before them, whichever way these were dealt."""
+    """A part has the queries start <= q < stop, behind all tokens before them, whichever way these were assigned."""
     assume(isinstance(mask, Window | Chunked))
     start, stop = sorted(data.draw(st.lists(st.integers(0, mask.seqlen), min_size=2, max_size=2, unique=True)))
     before, cut = mask.cached_tokens + start, data.draw(st.integers(0, 30))
@@ -209,8 +209,8 @@ def test_packs_that_make_no_sense(lengths: tuple[int, ...], message: str) -> Non
         Problem(n=2, seqlen=12, heads=2, kv_heads=2, head_dim=8, mask=Documents(lengths), layout=LAYOUTS["contiguous"])
 
 
-def test_dealers_are_for_packs() -> None:
-    with pytest.raises(RequestError, match="method.layout=blocks: deals documents, and mask=causal has none"):
+def test_assignments_are_for_packs() -> None:
+    with pytest.raises(RequestError, match="method.layout=blocks: assigns documents, and mask=causal has none"):
         CAUSAL.layout("blocks")
     with pytest.raises(RequestError, match="did you mean whole_documents"):
         Documents((4,)).layout("whole_document")

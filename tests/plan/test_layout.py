@@ -1,4 +1,4 @@
-"""Layouts: every length is dealt out, each token to one rank, as evenly as it goes."""
+"""Layouts: every length is assigned, each token to one rank, as evenly as it goes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from sp_bench.errors import RequestError
 from sp_bench.plan.layout import LAYOUTS, Layout, Shards
-from tests.support.dealing import Dealt, dealt, layouts, tokens_of
+from tests.support.layouts import Case, cases, layouts, tokens_of
 
 
-@given(dealt())
-def test_positions_partition_the_sequence(case: Dealt) -> None:
+@given(cases())
+def test_positions_partition_the_sequence(case: Case) -> None:
     """Ranks that share a chunk hold it together, each a run of it, in order."""
     case.layout.refuse(case.n, case.seqlen)
     ranks = [tokens_of(case.layout, rank, case.n, case.seqlen) for rank in range(case.n)]
@@ -27,8 +27,8 @@ def test_positions_partition_the_sequence(case: Dealt) -> None:
         np.testing.assert_array_equal(np.concatenate(owners), case.chunk(chunk))
 
 
-@given(dealt())
-def test_ranks_own_as_many_tokens_as_positions_say(case: Dealt) -> None:
+@given(cases())
+def test_ranks_own_as_many_tokens_as_positions_say(case: Case) -> None:
     """None more than one token more than another; one rank or an array of them."""
     layout, n, seqlen = case.layout, case.n, case.seqlen
     counted = [len(tokens_of(layout, rank, n, seqlen)) for rank in range(n)]
@@ -40,8 +40,8 @@ def test_ranks_own_as_many_tokens_as_positions_say(case: Dealt) -> None:
     assert [len(layout.run(rank, n, seqlen)) for rank in range(n)] == counted
 
 
-@given(dealt())
-def test_chunks_before_the_boundary_are_alike_and_so_are_the_others(case: Dealt) -> None:
+@given(cases())
+def test_chunks_before_the_boundary_are_alike_and_so_are_the_others(case: Case) -> None:
     """In the length of each piece."""
     lengths = [[len(r) for r in case.layout.ranges(i, case.chunks, case.seqlen)] for i in range(case.chunks)]
     boundary = case.layout.boundary(case.chunks, case.seqlen)
@@ -57,8 +57,8 @@ def test_chunks_before_the_boundary_are_alike_and_so_are_the_others(case: Dealt)
     assert case.layout.is_even(case.n, case.seqlen) == (np.ndim(ranks) == np.ndim(of_chunks) == 0)
 
 
-@given(dealt(), st.integers(0, 60))
-def test_a_history_is_dealt_on_its_own(case: Dealt, history: int) -> None:
+@given(cases(), st.integers(0, 60))
+def test_a_history_is_assigned_on_its_own(case: Case, history: int) -> None:
     """Each rank has its tokens of the history, and behind them those it has without one."""
     alone = Shards.of(case.layout, case.n, case.seqlen)
     shards = Shards.of(case.layout, case.n, history + case.seqlen, history)

@@ -17,7 +17,7 @@ from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.point import resolve
 from sp_bench.point.choose import choose
 from sp_bench.point.masks import described
-from tests.support.dealing import Dealt, dealt
+from tests.support.layouts import Case, cases
 from tests.support.regions import inside, times_computed
 
 masks = st.sampled_from(list(MASKS.values()))
@@ -29,8 +29,8 @@ def seen(mask: Mask, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return {"full": q >= 0 * k, "causal": k <= q}[mask.name]
 
 
-@given(masks, dealt(most_chunks=7))
-def test_blocks_compute_each_unmasked_pair_once(mask: Mask, case: Dealt) -> None:
+@given(masks, cases(most_chunks=7))
+def test_blocks_compute_each_unmasked_pair_once(mask: Mask, case: Case) -> None:
     """For every pair of ranks: between the whole chunks that their tokens are of."""
     blocks, step = mask.blocks(case.layout, case.n, case.seqlen), case.layout.head_parallel
     for i, j in product(range(case.n), repeat=2):
@@ -45,9 +45,9 @@ def test_blocks_compute_each_unmasked_pair_once(mask: Mask, case: Dealt) -> None
         assert blocks.rows_seen[kind].stop == last + 1
 
 
-@given(st.sampled_from([CAUSAL, FULL]), dealt(most_chunks=6), st.integers(0, 40))
-def test_blocks_with_other_keys_compute_each_unmasked_pair_once(mask: Mask, case: Dealt, more: int) -> None:
-    """Causal: behind a history, of which some chunks may have nothing. Full: of any other length that can be dealt."""
+@given(st.sampled_from([CAUSAL, FULL]), cases(most_chunks=6), st.integers(0, 40))
+def test_blocks_with_other_keys_compute_each_unmasked_pair_once(mask: Mask, case: Case, more: int) -> None:
+    """Causal: behind a history, of which some chunks may have nothing. Full: of any other length that fits."""
     least = case.chunks * max(case.layout.pieces, case.layout.head_parallel)
     kv_seqlen = more + (case.seqlen if mask == CAUSAL else least)
     history = mask.history(case.seqlen, kv_seqlen)
@@ -76,8 +76,8 @@ def _stretch(seen: np.ndarray) -> float:
     return (at[-1] + 1 - at[0]) / len(seen)
 
 
-@given(masks, dealt())
-def test_classes_are_few_and_arithmetic(mask: Mask, case: Dealt) -> None:
+@given(masks, cases())
+def test_classes_are_few_and_arithmetic(mask: Mask, case: Case) -> None:
     """Arrays of ranks have the same classes as single ranks."""
     blocks, ranks = mask.blocks(case.layout, case.n, case.seqlen), np.arange(case.n)
     table = blocks.of(ranks[:, None], ranks)

@@ -233,7 +233,7 @@ def test_messages_are_what_is_received(n: int, layout: str) -> None:
     """For each transfer of every method and variant: by pairs of ranks, by one rank or an array of them."""
     base, ranks = splittable_problem(n, layout), np.arange(n)
     for method, phase in product(all_methods(base), PHASES):
-        problem, total = method.dealt(base), 0
+        problem, total = method.assigned(base), 0
         for op in method.plan(problem, phase, COMPUTE_BOUND).ops:
             if not isinstance(op, Transfer):
                 continue

@@ -36,7 +36,7 @@ def padding_methods(problem: Problem) -> list[Method]:
     found = []
     for name in names:
         found += build(name, {**OPTIONS.get(name, {}), "pad_heads": True}).candidates(problem)
-    return [method for method in found if method.dealt(problem).padded]
+    return [method for method in found if method.assigned(problem).padded]
 
 
 def sent(heads: int, kv_heads: int, degree: int, rings: int) -> int:
@@ -88,52 +88,52 @@ def test_plans_are_proven_and_send_what_the_closed_form_says(n: int, shape: tupl
     """The plans' blocks have the padded heads; what no method can go below has the true ones."""
     problem = asked(n, *shape)
     for method in padding_methods(problem):
-        dealt, plans = method.dealt(problem), {p: method.plan(problem, p, COMPUTE_BOUND) for p in PHASES}
-        check_all(plans, dealt)
-        padded = dealt.padded
+        assigned, plans = method.assigned(problem), {p: method.plan(problem, p, COMPUTE_BOUND) for p in PHASES}
+        check_all(plans, assigned)
+        padded = assigned.padded
         assert padded is not None
-        as_asked = replace(dealt, heads=padded.heads, kv_heads=padded.kv_heads, padded=None)
+        as_asked = replace(assigned, heads=padded.heads, kv_heads=padded.kv_heads, padded=None)
         for phase, plan in plans.items():
-            volume = account.volume(plan, dealt)
+            volume = account.volume(plan, assigned)
             assert volume.total_bytes == method.bytes_sent(problem, phase), f"{method} {phase}"
             assert volume.by_rank.keys() == account.volume(plan, as_asked).by_rank.keys()
             assert volume.total_bytes == account.volume(plan, as_asked).total_bytes
-            assert (account.pairs(plan, dealt) == account.pairs(plan, as_asked)).all()
-            assert account.model_flops(dealt, phase) == account.model_flops(problem, phase)
-            assert account.least_bytes(dealt, phase) == pytest.approx(account.least_bytes(problem, phase))
-            bound = account.lower_bound_bytes(dealt, phase, kept=bool(plan.kept))
+            assert (account.pairs(plan, assigned) == account.pairs(plan, as_asked)).all()
+            assert account.model_flops(assigned, phase) == account.model_flops(problem, phase)
+            assert account.least_bytes(assigned, phase) == pytest.approx(account.least_bytes(problem, phase))
+            bound = account.lower_bound_bytes(assigned, phase, kept=bool(plan.kept))
             assert bound <= account.lower_bound_bytes(as_asked, phase, kept=bool(plan.kept)) * (1 + 1e-12)
             assert bound <= volume.payload_bytes
-        own = account.buffer_bytes(plans.values(), dealt)
+        own = account.buffer_bytes(plans.values(), assigned)
         assert own == account.buffer_bytes(plans.values(), as_asked)
-        assert account.peak_bytes(plans.values(), dealt) > account.peak_bytes(plans.values(), as_asked)
+        assert account.peak_bytes(plans.values(), assigned) > account.peak_bytes(plans.values(), as_asked)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_volume_formula_is_that_of_padded_heads(shape: tuple[int, int]) -> None:
     problem, n = asked(8, *shape), 8
     for method in padding_methods(problem):
-        dealt = method.dealt(problem)
-        if method.name == "mesh" or dealt.head_slices > 1:  # a plan of slices is counted in chunks of a slice
+        assigned = method.assigned(problem)
+        if method.name == "mesh" or assigned.head_slices > 1:  # a plan of slices is counted in chunks of a slice
             continue
-        unit = dealt.chunk_bytes(Q, wire=True)
-        names = {"n": n, "h": dealt.padded_heads, "k": dealt.kv_ratio, "max": max, **method.symbols(problem)}
+        unit = assigned.chunk_bytes(Q, wire=True)
+        names = {"n": n, "h": assigned.padded_heads, "k": assigned.kv_ratio, "max": max, **method.symbols(problem)}
         for phase in PHASES:
             chunks = eval(method.formula[phase], {"__builtins__": {}}, names)
             assert method.bytes_sent(problem, phase) / unit == pytest.approx(chunks), f"{method} {phase}"
 
 
 def test_the_share_of_true_heads() -> None:
-    dealt = build("ulysses", {"pad_heads": True}).dealt(asked(8, 28, 4))
-    assert dealt.true_share(Q) == dealt.true_share(OUT.by_heads) == Fraction(7, 8)
-    assert dealt.true_share(KV) == dealt.true_share(DKV.by_heads) == 1
-    copied = build("ulysses", {"pad_heads": True}).dealt(asked(8, 40, 10))
+    assigned = build("ulysses", {"pad_heads": True}).assigned(asked(8, 28, 4))
+    assert assigned.true_share(Q) == assigned.true_share(OUT.by_heads) == Fraction(7, 8)
+    assert assigned.true_share(KV) == assigned.true_share(DKV.by_heads) == 1
+    copied = build("ulysses", {"pad_heads": True}).assigned(asked(8, 40, 10))
     assert (copied.true_share(KV), copied.true_share(KV.by_heads)) == (Fraction(10, 24), Fraction(10, 24))
 
 
 def test_heads_that_ranks_split_evenly_are_not_padded() -> None:
     problem = asked(4, 8, 4)
-    assert build("ulysses", {"pad_heads": True}).dealt(problem) == build("ulysses", {}).dealt(problem)
+    assert build("ulysses", {"pad_heads": True}).assigned(problem) == build("ulysses", {}).assigned(problem)
     assert padding_methods(problem) == []
 
 

@@ -158,7 +158,7 @@ def test_the_parts_of_a_bundle_live_as_long_as_it_does() -> None:
         for tensor in (DO, KV.by_heads, Q.by_heads, O.by_heads, DO.by_heads, ODOQ.by_heads, DQ.by_heads, DKV.by_heads)
     )
 
-    def deal(index: int) -> AllToAll:
+    def exchange(index: int) -> AllToAll:
         return AllToAll("all-to-all", do, do_h.at(index), ring)
 
     def bundle(index: int) -> Bundle:
@@ -169,7 +169,7 @@ def test_the_parts_of_a_bundle_live_as_long_as_it_does() -> None:
 
     steps = Steps()
     steps.next()
-    steps.do(deal(0), bundle(0), deal(1), bundle(1), block(0), deal(2), block(1))
+    steps.do(exchange(0), bundle(0), exchange(1), bundle(1), block(0), exchange(2), block(1))
     plan = steps.plan("backward", 3, (do,), (dq_h, dkv_h), kept=(q_h, o_h, kv_h))
     flow, order = dataflow(plan), schedule(plan)
     first, second, third = (order.receive_buffers[index] for index in (0, 2, 5))

@@ -7,7 +7,7 @@ import pytest
 
 from sp_bench import account
 from sp_bench.methods import REGISTRY
-from sp_bench.plan.dealers import DEALERS
+from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL, FULL, Mask
@@ -39,9 +39,9 @@ ASKED = {
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: f"{mask.name}{len(getattr(mask, 'lengths', ()))}")
 def test_auto_gives_every_chunk_tokens(mask: Mask, n: int) -> None:
-    """Methods on all layouts, on each kind alone, and on the dealers with any one other."""
-    several = [(*LAYOUTS, *DEALERS)] if isinstance(mask, Packed) else [tuple(LAYOUTS)]
-    several += [(*DEALERS, one) for one in LAYOUTS] if isinstance(mask, Packed) else []
+    """Methods on all layouts, on each kind alone, and on the assignments with any one other."""
+    several = [(*LAYOUTS, *ASSIGNMENTS)] if isinstance(mask, Packed) else [tuple(LAYOUTS)]
+    several += [(*ASSIGNMENTS, one) for one in LAYOUTS] if isinstance(mask, Packed) else []
     for among in several:
         layout = mask.layout("auto", n, among)
         tokens = np.broadcast_to(layout.chunk_tokens(np.arange(n), n, TOKENS), n)

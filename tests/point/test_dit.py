@@ -100,12 +100,12 @@ def test_cross_attention_is_local() -> None:
     assert 1e3 * (products + block) / rate < more_ms < 2e3 * (products + block) / rate
 
 
-def test_held_text_costs_more_than_dealt_text() -> None:
-    """On 8 GPUs: whole on each of them, its queries are computed 8 times; dealt among the patches, once."""
+def test_held_text_costs_more_than_assigned_text() -> None:
+    """On 8 GPUs: whole on each of them, its queries are computed 8 times; assigned among the patches, once."""
     held = step(*FLUX, "method=ulysses", "gpus=8", "seqlen=4k")
-    dealt = step(*FLUX, "method=ulysses", "gpus=8", "seqlen=4608", "model.text_tokens=0")
-    assert held.step_ms_median > 1.3 * dealt.step_ms_median
-    assert held.tflops_per_gpu < dealt.tflops_per_gpu
+    assigned = step(*FLUX, "method=ulysses", "gpus=8", "seqlen=4608", "model.text_tokens=0")
+    assert held.step_ms_median > 1.3 * assigned.step_ms_median
+    assert held.tflops_per_gpu < assigned.tflops_per_gpu
 
 
 def test_what_does_not_fit_says_so() -> None:

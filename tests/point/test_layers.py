@@ -85,7 +85,7 @@ def test_each_kind_has_the_variant_that_is_its_fastest() -> None:
         ("model.full_every=2", "model.full_every=2: .*under mask=causal all see the same; mask=window window=.* work"),
         ("model.full_every=33 mask=window window=[7,0]", "model.full_every=33: .*; 2 to 32, or null, would work"),
         ("model.full_every=1 mask=window window=[7,0]", "model.full_every=1: leaves all of 32 layers alike"),
-        ("model.full_every=2 mask=chunked chunk=8k method.layout=blocks", "method.layout=blocks: deals documents"),
+        ("model.full_every=2 mask=chunked chunk=8k method.layout=blocks", "method.layout=blocks: assigns documents"),
         ("model=tiny_dit phase=forward model.full_every=2 mask=window window=[7,7]", "model.full_every=2: .*one kind"),
         (
             "workload=prefill phase=forward model.full_every=2",

@@ -64,16 +64,16 @@ def test_planning_finds_the_plans_that_run_and_what_the_first_rank_asks_of_the_m
     mask = a_pack(4, seed=3)
     problem = replace(choice.problem, mask=mask, seqlen=mask.seqlen)
     plans = plan_pack(chosen, problem, COMPUTE_BOUND, NCCL)
-    dealt = chosen.dealt(replace(problem, layout=chosen.layout_of(mask, 4)))
-    assert isinstance(dealt.blocks, PackBlocks)
-    known, keys = dict(dealt.blocks.found), cast_rows._keys.cache_info().misses
+    assigned = chosen.assigned(replace(problem, layout=chosen.layout_of(mask, 4)))
+    assert isinstance(assigned.blocks, PackBlocks)
+    known, keys = dict(assigned.blocks.found), cast_rows._keys.cache_info().misses
     for phase, plan in plans.items():
-        assert plan.is_program_of(chosen.plan(dealt, phase, COMPUTE_BOUND))
-        assert dealt in demand._CACHE[plan]
+        assert plan.is_program_of(chosen.plan(assigned, phase, COMPUTE_BOUND))
+        assert assigned in demand._CACHE[plan]
         for op in plan.ops:
             if isinstance(op, Gathered):
-                cast_rows.keys_of(op, dealt, 0)
-    assert cast_rows._keys.cache_info().misses == keys and dealt.blocks.found == known
+                cast_rows.keys_of(op, assigned, 0)
+    assert cast_rows._keys.cache_info().misses == keys and assigned.blocks.found == known
 
 
 def test_each_pack_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,14 +91,14 @@ def test_each_pack_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_packs_of_one_size_share_the_plans_that_would_be_made_of_each(method: str) -> None:
     one, other = a_pack(8, seed=1), a_pack(8, seed=2)
     shared = 0
-    for dealing in REGISTRY[method].dealings():
-        chosen = build(method, {"layout": dealing})
+    for layout in REGISTRY[method].all_layouts():
+        chosen = build(method, {"layout": layout})
         first, second = (replace(problem_of(mask, 8), layout=chosen.layout_of(mask, 8)) for mask in (one, other))
         for variant in chosen.candidates(first):
             for phase in PHASES:
                 plan = variant.plan(first, phase, COMPUTE_BOUND)
                 again = variant.plan(second, phase, COMPUTE_BOUND)
-                assert again.is_program_of(variant._made(variant.dealt(second), phase, COMPUTE_BOUND))
+                assert again.is_program_of(variant._made(variant.assigned(second), phase, COMPUTE_BOUND))
                 shared += plan is again
     assert shared
 

@@ -101,7 +101,7 @@ def test_bounds_are_bounds(overrides: str) -> None:
     taken = choice.method.variant(choice.problem.n)
     assert choice.total_s * 1e3 == pytest.approx(min(row["step_ms"] for row in rows if row["step_ms"]))
     assert choice.total_s * 1e3 in [row["step_ms"] for row in rows if row["variant"] == taken]
-    assert choice.problem == choice.method.dealt(choice.problem), "the problem is as the variant deals it out"
+    assert choice.problem == choice.method.assigned(choice.problem), "the problem is as the variant assigns it out"
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, of: Callable[[Run, Cluster], T]) -> list[T]:

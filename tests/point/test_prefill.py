@@ -64,7 +64,7 @@ def test_chunks_are_attention_points_behind_what_is_cached(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["ring", "group_cast"])
 def test_chunks_under_a_window_send_what_one_behind_a_history_does(method: str) -> None:
-    """In one layout: the end of earlier chunks lies where these were dealt."""
+    """In one layout: the end of earlier chunks lies where these were assigned."""
     window = ("mask=window", "window=[1023,0]", f"method={method}", "method.layout=contiguous")
     whole = prompt(*window, "seqlen=24k", "prefill.chunk=8k")
     first, later = (attention(*window, "seqlen=8k", f"kv_seqlen={keys}") for keys in ("8k", "16k"))
@@ -250,7 +250,7 @@ def test_a_model_that_does_not_fit_says_what_would() -> None:
         ("mask=full prefill.cached=8k", "mask=full: is not that of a prompt"),
         ("mask=window window=[512,8]", "causal=false: is not that of a prompt, whose later tokens"),
         ("mask=chunked chunk=8k causal=false", "causal=false: is not that of a prompt"),
-        ("mask=window window=[512,0] method.layout=blocks", "method.layout=blocks: deals documents, and mask=causal"),
+        ("mask=window window=[512,0] method.layout=blocks", "method.layout=blocks: assigns documents, and mask=causal"),
         ("model=gemma3_27b workload=prefill mask=causal window=null", "model.full_every=6: sets layers apart"),
         ("mask=document data=short prefill.cached=8k", "mask=document: is not that of a prompt"),
         (

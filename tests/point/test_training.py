@@ -63,7 +63,7 @@ def cluster_and_graph(nodes: int) -> tuple:
     request = point("model=none", "workload=attention", "method=ring", f"gpus={4 * nodes}", "cluster=h100_ndr400",
                     "cluster.gpus_per_node=4", "seqlen=64k", "dtype=bfloat16", "head_dim=128")  # fmt: skip
     method = of_kind(Method, request.method)
-    problem = method.dealt(request.problem)
+    problem = method.assigned(request.problem)
     plan = method.plan(problem, "forward", COMPUTE_BOUND)
     return request.cluster, problem, plan, build_graph(plan, problem, request.cluster, use_symmetry=False)
 

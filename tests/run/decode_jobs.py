@@ -75,7 +75,7 @@ def find_errors(cases: Sequence[Case]) -> dict[Case, Error]:
 def _error(case: Case, group) -> Error:
     rank = torch.distributed.get_rank(group) if case.n > 1 else 0
     method = build(case.method, dict(case.options))
-    problem = method.dealt(case.problem)
+    problem = method.assigned(case.problem)
     plans = {"forward": method.plan(problem, "forward", COMPUTE_BOUND)}
     check_all(plans, problem)
     q, k, v = _whole(case)

@@ -68,7 +68,7 @@ class Execution:
 
     def run(self, plans: dict[str, Plan] | None = None) -> list[Tensor]:
         """Out and gradients of the whole sequence. Nothing is done on the devices before everything is queued."""
-        problem, plans = self.method.dealt(self.problem), plans or self.plans
+        problem, plans = self.method.assigned(self.problem), plans or self.plans
         (machine, carried), results = self.carried(plans), []
         for rank, device in enumerate(machine.ranks):
             q, k, v, dout = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))
@@ -83,7 +83,7 @@ class Execution:
         return [self._whole([device.get(found[i]) for device, found in results]) for i in range(len(NAMES))]
 
     def _whole(self, parts: list[Tensor]) -> Tensor:
-        n, layout = len(parts), self.method.dealt(self.problem).layout
+        n, layout = len(parts), self.method.assigned(self.problem).layout
         order = torch.cat([positions(layout, rank, n, self.problem.seqlen) for rank in range(n)])
         return torch.cat(parts, dim=1)[:, order.argsort()]
 

@@ -42,7 +42,7 @@ def attend(attention: SequenceParallelAttention, full: Inputs) -> Results:
 
 
 def shards(attention: SequenceParallelAttention, whole: Inputs | Results) -> list[Tensor]:
-    """This rank's part of each tensor: the keys before all queries are dealt on their own."""
+    """This rank's part of each tensor: the keys before all queries are assigned on their own."""
     seqlen, kv_seqlen = whole[0].shape[1], whole[2].shape[1]
     history = attention.mask.history(seqlen, kv_seqlen)
     of_keys = [name in ("k_BSKD", "v_BSKD", "dk_BSKD", "dv_BSKD") for name in whole._fields]
@@ -306,7 +306,7 @@ def refusal(case: Case, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> s
     return _refused(case, lambda attention: attention(q, k, k))
 
 
-def refusals_to_deal(case: Case, seqlen: int) -> list[str]:
+def refusals_to_shard(case: Case, seqlen: int) -> list[str]:
     """The errors of shard, positions and unshard of `seqlen` tokens."""
     x = torch.zeros(1, seqlen, 2, 8)
     uses = (

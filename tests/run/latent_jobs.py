@@ -70,7 +70,7 @@ def find_errors(cases: Sequence[Case]) -> dict[Case, Found]:
 def _found(case: Case, group) -> Found:
     rank = dist.get_rank(group) if case.n > 1 else 0
     method = case.built
-    problem = method.dealt(of_latents(case))
+    problem = method.assigned(of_latents(case))
     plans = {phase: method.plan(problem, phase, case.costs) for phase in PHASES}
     check_all(plans, problem)
     q, c, dout = _whole(problem)

@@ -30,7 +30,7 @@ class Copies(TorchDispatchMode):
 def copies(n: int, method: str, batch: int) -> int:
     """Those of a forward and a backward of rank 1 of n."""
     chosen = build(method, {})
-    problem = chosen.dealt(replace(splittable_problem(n), heads=16, kv_heads=16, batch=batch))
+    problem = chosen.assigned(replace(splittable_problem(n), heads=16, kv_heads=16, batch=batch))
     chosen = chosen.candidates(problem)[0]
     plans = {phase: chosen.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
     engine = Engine(plans, problem, "auto", torch.device("cpu"), rank=1, transport=AloneTransport())

@@ -269,7 +269,7 @@ def test_alone_a_rank_gets_what_it_sends() -> None:
 def test_lanes_are_few_enough_for_all_communicators_at_once() -> None:
     """All that can be under way at once must fit on a GPU together (run.nccl)."""
     plans = [
-        method.plan(method.dealt(problem), phase, case_costs)
+        method.plan(method.assigned(problem), phase, case_costs)
         for n in (4, 6, 9, 16)
         for problem in [splittable_problem(n)]
         for method in all_methods(problem)

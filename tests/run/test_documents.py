@@ -1,4 +1,4 @@
-"""Packs of documents on real ranks, every method and dealing, against torch's attention in fp64 with a dense mask."""
+"""Packs of documents on real ranks, every method and layout, against torch's attention in fp64 with a dense mask."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sp_bench import SequenceParallelAttention, account, documents
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
-from sp_bench.plan.dealers import DEALERS
+from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.method import PHASES
 from tests.run import jobs
@@ -42,22 +42,22 @@ CACHED = (
     Window((61,), causal=False, left=20, right=3).behind([[300]]),
     Chunked.of(48, 70, cached=(32, 40, 40)),
 )
-"""Behind histories, some in stretches that were dealt one by one."""
+"""Behind histories, some in stretches that were assigned one by one."""
 
 OF_THEIR_HEADS = ("all_gather", "mesh", "tasp")
 """Methods whose variants are for a number of key heads."""
 
 
 def cases_of(n: int, pack: Packed) -> list[Case]:
-    """Every method in every variant, on every dealing that takes the pack; dtypes and key heads take turns."""
+    """Every method in every variant, on every layout that takes the pack; dtypes and key heads take turns."""
     found = []
     for case in everything(n):
-        for layout in REGISTRY[case.method].dealings():
+        for layout in REGISTRY[case.method].all_layouts():
             turn, heads = len(found), key_heads(case.heads)
             kv_heads = case.kv_heads if case.method in OF_THEIR_HEADS else heads[turn % len(heads)]
-            dealt = replace(case, layout=layout, pack=pack, dtype=DTYPES[turn % 3], kv_heads=kv_heads)
-            if pack.seqlen >= 2 * n or layout in DEALERS:  # others have a token in every piece
-                found.append(dealt)
+            assigned = replace(case, layout=layout, pack=pack, dtype=DTYPES[turn % 3], kv_heads=kv_heads)
+            if pack.seqlen >= 2 * n or layout in ASSIGNMENTS:  # others have a token in every piece
+                found.append(assigned)
     return list(dict.fromkeys(found))  # some differed in their key heads only
 
 
@@ -68,23 +68,23 @@ def some_cases_of(n: int, pack: Packed, count: int, turn: int = 0) -> list[Case]
 
 
 @pytest.mark.long
-def test_each_method_on_each_dealing(ranks: Ranks) -> None:
+def test_each_method_on_each_layout(ranks: Ranks) -> None:
     """Once; from one to the next another variant or pack."""
     by_pair: dict[tuple[str, str], list[Case]] = {}
     for case in (case for pack in PACKS for case in cases_of(4, pack)):
         by_pair.setdefault((case.method, case.layout), []).append(case)
-    wanted = {(name, dealing) for name, m in REGISTRY.items() if name != "reference" for dealing in m.dealings()}
+    wanted = {(name, layout) for name, m in REGISTRY.items() if name != "reference" for layout in m.all_layouts()}
     assert {*by_pair} == wanted
     assert_exact(ranks, (cases[11 * i % len(cases)] for i, cases in enumerate(by_pair.values())))
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_some_methods_and_dealings(ranks: Ranks, n: int) -> None:
+def test_some_methods_and_layouts(ranks: Ranks, n: int) -> None:
     assert_exact(ranks, (case for turn, pack in enumerate(PACKS) for case in some_cases_of(n, pack, 5, turn)))
 
 
 @pytest.mark.parametrize("n", [exhaustive(n) for n in (2, 3, 4, 6, 8)])
-def test_many_methods_and_dealings(ranks: Ranks, n: int) -> None:
+def test_many_methods_and_layouts(ranks: Ranks, n: int) -> None:
     assert_exact(ranks, (case for turn, pack in enumerate(PACKS) for case in some_cases_of(n, pack, 12, turn)))
 
 
@@ -152,7 +152,7 @@ def _as_packed(case: Case) -> Case:
     return replace(case, options=tuple({**dict(case.options), **packed}.items()))
 
 
-def test_short_documents_that_are_dealt_whole_send_nothing(ranks: Ranks) -> None:
+def test_short_documents_that_are_assigned_whole_send_nothing(ranks: Ranks) -> None:
     pack = Documents(tuple(range(1, 65)))
     cases = [
         Case(n=8, method=method, layout="whole_documents", pack=pack, options=options)

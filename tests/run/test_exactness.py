@@ -178,7 +178,7 @@ def test_lengths_that_ranks_do_not_divide(ranks: Ranks, n: int) -> None:
 
 
 def test_uneven_calls_say_how_long_the_sequence_is(ranks: Ranks) -> None:
-    """Else ranks would disagree on it: a call without it, or of another length than dealt, is refused on each."""
+    """Else ranks would disagree on it: a call without it, or of another length than assigned, is refused on each."""
     answers = ranks.run(jobs.refusals_of_uneven_calls, Case(n=4, method="ring", more=2))
     for rank, (unsaid, wrong) in enumerate(answers[:4]):
         q = f"RequestError: q (2, {9 if rank < 2 else 8}, {HEADS}, {HEAD_DIM})"
@@ -388,11 +388,11 @@ def test_refusals_name_value_rule_and_remedy(ranks: Ranks) -> None:
     assert "seqlen=3: the zigzag layout" in ranks.run(jobs.refusal, zigzag, (1, 1, 2, 8), (1, 1, 2, 8))[0]
 
 
-def test_tokens_are_not_dealt_out_before_the_degree_is_chosen(ranks: Ranks) -> None:
-    for answers in ranks.run(jobs.refusals_to_deal, Case(n=4, method="usp"), 16)[:4]:
+def test_tokens_are_not_assigned_out_before_the_degree_is_chosen(ranks: Ranks) -> None:
+    for answers in ranks.run(jobs.refusals_to_shard, Case(n=4, method="usp"), 16)[:4]:
         assert answers == [
             "RequestError: method.ulysses=auto: decides which tokens a rank owns, and must be chosen before they are "
-            "dealt out; a number, such as method.ulysses=2, would work"
+            "assigned; a number, such as method.ulysses=2, would work"
         ] * 3  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def test_inference_mode_leaves_the_module_fit_for_training() -> None:
 
 
 def shards_between() -> list[int]:
-    """The tokens of each result, where other lengths are dealt between two calls with one length."""
+    """The tokens of each result, where other lengths are assigned between two calls with one length."""
     attn: Attention = SequenceParallelAttention("ring", causal=True, layout="contiguous")
     odd, even = (attn.shard(torch.randn(1, seqlen, 2, 8)) for seqlen in (5, 4))
     found = [attn(odd, odd, odd, seqlen=5), attn(even, even, even, seqlen=4), attn(odd, odd, odd, seqlen=5)]
@@ -88,7 +88,7 @@ def shards_between() -> list[int]:
     return [x.shape[1] for x in found]
 
 
-def test_what_is_dealt_between_calls_leaves_no_rank_alone() -> None:
+def test_what_is_assigned_between_calls_leaves_no_rank_alone() -> None:
     """A rank that looks for an engine that the other has would wait for it."""
     with RankPool(2, timeout_s=20) as pool:
         assert pool.run(shards_between) == [[3, 2, 3, 3], [2, 2, 2, 2]]

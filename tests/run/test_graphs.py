@@ -56,7 +56,7 @@ def inputs(problem: Problem) -> list[Tensor]:
 
 def replayed(method: Method, node: int, order: int) -> list[tuple[list[Tensor], list[Tensor], Counter, Counter]]:
     """By rank: results of an eager execution and of replays, and the bytes that each sent."""
-    problem = method.dealt(replace(splittable_problem(4), dtype="float32"))
+    problem = method.assigned(replace(splittable_problem(4), dtype="float32"))
     plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
     machine = Machine(problem.n, order)
     memory, found = SymmetricMemories(machine, node) if node else None, []

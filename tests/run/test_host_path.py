@@ -138,7 +138,7 @@ def test_waits_that_are_left_out_follow_from_others() -> None:
     """Waits of every method's plans; and some are left out."""
     left_out = 0
     for method in all_methods(splittable_problem(4)):
-        problem = method.dealt(splittable_problem(4))
+        problem = method.assigned(splittable_problem(4))
         for phase in PHASES:
             plan = method.plan(problem, phase, COMPUTE_BOUND)
             waits: tuple[Waits, ...] = lower(plan, problem, NCCL).waits

@@ -59,7 +59,7 @@ def with_latents(cases: Iterable[Case]) -> list[Case]:
 
 
 def of_packs(n: int) -> list[Case]:
-    """Every variant of every method that takes latents, packs and dealings in turn, in fp64 or fp32: of few tokens
+    """Every variant of every method that takes latents, packs and layouts in turn, in fp64 or fp32: of few tokens
     roundings to bfloat16 leave little (tests.support.bounds).
     """
     packed = [cases_of(n, pack) for pack in (*PACKS, *CACHED)]

@@ -43,7 +43,7 @@ def padded_cases(n: int) -> list[Case]:
             method = build(name, {**OPTIONS.get(name, {}), "pad_heads": True})
             layouts = REGISTRY[name].layouts
             for i, one in enumerate(method.candidates(replace(whole, layout=LAYOUTS[layouts[-1]]))):
-                if not one.dealt(whole).padded:
+                if not one.assigned(whole).padded:
                     continue
                 turn = len(found)
                 case = Case(

@@ -126,7 +126,7 @@ def test_no_wait_can_be_left_out(monkeypatch: pytest.MonkeyPatch, method: str, o
     plans = execution.plans
     assert execution.wrong(plans) == ""
     for plan in plans.values():
-        for which, broken in without_one_wait(plan, execution.method.dealt(execution.problem)):
+        for which, broken in without_one_wait(plan, execution.method.assigned(execution.problem)):
 
             def lowered(
                 asked: Plan, problem: Problem, kind: TransportKind, plan: Plan = plan, broken: Lowering = broken
@@ -183,7 +183,7 @@ def test_neutral_partials_are_made_before_anything_is_queued(
 
     monkeypatch.setattr(Rank, "_make", made)
     execution = NOTHING_TO_SEND
-    problem, plans = execution.method.dealt(execution.problem), execution.plans
+    problem, plans = execution.method.assigned(execution.problem), execution.plans
     machine = Machine(problem.n, seed=0)
     for rank, device in enumerate(machine.ranks):
         q, k, v, _ = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))
@@ -213,8 +213,8 @@ def test_an_execution_begins_and_ends_with_the_caller_s_stream(monkeypatch: pyte
     shared_key_heads = replace(small(4, causal=True, dtype="bfloat16"), kv_heads=2)
     execution = fitting(build("ulysses", {}), shared_key_heads)
     lanes = {phase: len(plan.lanes) for phase, plan in execution.plans.items()}
-    dealt = execution.method.dealt(execution.problem)
-    inside = {p: sum(map(len, needed_waits(plan, lower(plan, dealt).waits))) for p, plan in execution.plans.items()}
+    assigned = execution.method.assigned(execution.problem)
+    inside = {p: sum(map(len, needed_waits(plan, lower(plan, assigned).waits))) for p, plan in execution.plans.items()}
     # A backward's first wait is for the forward's end.
     total = sum(2 * lanes[phase] + inside[phase] for phase in PHASES) + 1
     left_out = range(lanes["forward"]) if end == "first" else range(total - lanes["backward"], total)
@@ -227,7 +227,7 @@ def test_an_execution_begins_and_ends_with_the_caller_s_stream(monkeypatch: pyte
 def two_calls_on_two_streams() -> None:
     """Two calls of one engine, with inputs of their own: they share nothing but its buffers."""
     execution = four("ring", {})
-    problem, plans = execution.method.dealt(execution.problem), execution.plans
+    problem, plans = execution.method.assigned(execution.problem), execution.plans
     machine = Machine(problem.n, seed=0)
     for rank, device in enumerate(machine.ranks):
         engine = Engine(plans, problem, "auto", CPU, rank=rank, transport=Wires(device), queues=device)
@@ -260,7 +260,7 @@ def engines_of_one_memory_on_two_streams() -> None:
         engines = []
         for factor in (1, 16):
             longer = replace(execution.problem, seqlen=factor * execution.problem.seqlen)
-            problem = execution.method.dealt(longer)
+            problem = execution.method.assigned(longer)
             plans = {phase: execution.method.plan(longer, phase, execution.costs) for phase in PHASES}
             engines.append(Engine(plans, problem, "auto", CPU, rank=rank, transport=Wires(device), arena=arena))
         for engine, stream in ((engines[0], streams[0]), (engines[0], streams[1]), (engines[1], streams[1])):
@@ -297,7 +297,7 @@ def test_the_caller_never_waits() -> None:
 def fail_then_go_on() -> None:
     """An execution fails on all ranks, which then make tensors of many sizes, while its lanes are at work."""
     execution = SENT_AS_HELD
-    problem, plans = execution.method.dealt(execution.problem), execution.plans
+    problem, plans = execution.method.assigned(execution.problem), execution.plans
     machine, engines = Machine(problem.n, seed=0), []
     for rank, device in enumerate(machine.ranks):
         q, k, v, _ = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))
@@ -330,7 +330,7 @@ def test_what_a_failed_execution_used_is_never_used_again(monkeypatch: pytest.Mo
 def test_parts_leave_nothing_behind(method: str, options: dict[str, object]) -> None:
     """Blocks alone and transfers alone, between two executions of everything, which agree in every bit."""
     execution = four(method, options)
-    problem, plans = execution.method.dealt(execution.problem), execution.plans
+    problem, plans = execution.method.assigned(execution.problem), execution.plans
     machine, found = Machine(problem.n, seed=3), []
     for rank, device in enumerate(machine.ranks):
         q, k, v, dout = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))

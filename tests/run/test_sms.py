@@ -61,7 +61,7 @@ def taken(lane_ctas: int, *, beyond_nodes: bool) -> int:
 def test_what_nccl_makes_of_all_lanes_fits_beside_the_kernel() -> None:
     """For every method's lanes, on GPUs of all sizes, inside nodes and beyond: no more than the margin, or the GPU."""
     lanes = {
-        len(method.plan(method.dealt(problem), phase, COMPUTE_BOUND).lanes)
+        len(method.plan(method.assigned(problem), phase, COMPUTE_BOUND).lanes)
         for problem in map(splittable_problem, (4, 9, 16))
         for method in all_methods(problem)
         for phase in PHASES

@@ -33,7 +33,7 @@ PATIENCE_S = 20.0
 
 def one_rank(method: Method, problem: Problem, transport: Transport) -> tuple[Engine, list[Tensor]]:
     """Rank 1, and its q, k, v and dout."""
-    problem = method.dealt(problem)
+    problem = method.assigned(problem)
     plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
     engine = Engine(plans, problem, "auto", torch.device("cpu"), rank=1, transport=transport)
     dtype, heads = getattr(torch, problem.dtype), (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
@@ -222,9 +222,9 @@ def test_lanes_post_when_the_plan_says(n: int, layout: str, phase: str) -> None:
     problem, beside = splittable_problem(n, layout), Counter[str]()
     for method in all_methods(problem):
         method = replace(method, layout=layout if layout in method.layouts else method.layouts[0])
-        dealt = method.dealt(problem)
-        plan = method.plan(dealt, phase, COMPUTE_BOUND)
-        lowering = lower(plan, dealt, GLOO)
+        assigned = method.assigned(problem)
+        plan = method.plan(assigned, phase, COMPUTE_BOUND)
+        lowering = lower(plan, assigned, GLOO)
         ahead = lowering.preposted
         for lane in plan.lanes:
             ops = [(index, op) for index, op in plan if op.stream == lane]

@@ -24,7 +24,7 @@ def test_no_tensor_is_copied_from_the_second_execution_on(monkeypatch: pytest.Mo
         n=2, seqlen=pack.seqlen, batch=batch, heads=2, kv_heads=2, head_dim=32, mask=pack, dtype="bfloat16",
         layout=method.layout_of(pack, 2),
     )  # fmt: skip
-    problem = method.dealt(problem)
+    problem = method.assigned(problem)
     plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
     with fakes.installed("flash_attn"):
         kernel = KERNELS["flash_attn"]()

@@ -182,6 +182,6 @@ def test_every_rank_sends_what_the_plan_says(ranks: Ranks, n: int, every: bool) 
 def test_plans_send_what_their_method_says(n: int) -> None:
     problem = replace(splittable_problem(n, "zigzag"), wire_dtype="float32")
     for method, phase in itertools.product(all_methods(problem), PHASES):
-        dealt = method.dealt(problem)
-        planned = account.volume(method.plan(problem, phase, COMPUTE_BOUND), dealt)
+        assigned = method.assigned(problem)
+        planned = account.volume(method.plan(problem, phase, COMPUTE_BOUND), assigned)
         assert planned.total_bytes == method.bytes_sent(problem, phase), f"{method} {phase}"

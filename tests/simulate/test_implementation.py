@@ -38,7 +38,7 @@ def problem(layout: str, *, causal: bool = True, n: int = 8, tokens: int = 2048)
 
 def planned(p: Problem, method: str, options: dict[str, object]) -> tuple[Plan, Problem]:
     chosen = methods.build(method, options)
-    p = chosen.dealt(p)
+    p = chosen.assigned(p)
     return chosen.plan(p, "forward", cluster("h100_ndr400").profile(p)), p
 
 
@@ -106,7 +106,7 @@ def test_ours_is_one_pass_over_the_rows_that_a_block_has(share: float, sliced: b
 
 @pytest.mark.parametrize("trim", [True, False])
 def test_arrived_partials_are_merged_where_they_have_rows(trim: bool) -> None:
-    """Ranks merge 7 partials. With `trim` those of later ranks' keys have half of the rows, as zigzag deals them."""
+    """Ranks merge 7 partials. With `trim` those of later ranks' keys have half of the rows, as zigzag assigns them."""
     p, found = problem("zigzag"), cluster("h100_ndr400")
     plan, p = planned(p, "tokenring", {"trim": trim})
     free = replace(found, device=replace(found.device, fold_bytes_per_s=1e30))
@@ -144,8 +144,8 @@ def test_crowded_pcie_links_lose_capacity() -> None:
     p = problem("contiguous", causal=False, tokens=4096)
     times = {}
     for method in ("ring", "ulysses"):
-        plan, dealt = planned(p, method, {})
-        times[method] = [simulate(plan, dealt, each).makespan_s for each in (found, free)]
+        plan, assigned = planned(p, method, {})
+        times[method] = [simulate(plan, assigned, each).makespan_s for each in (found, free)]
     assert times["ring"][0] == times["ring"][1]
     assert times["ulysses"][0] > 2 * times["ulysses"][1]
     assert found.network(8).crowding(np.array([False, True]), 7).tolist() == [pytest.approx(7**0.78), 1.0]

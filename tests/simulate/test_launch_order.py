@@ -58,10 +58,10 @@ def test_no_plan_deadlocks_and_none_gets_much_faster(symmetry: bool) -> None:
     where = cluster(gpus_per_node=4)
     for method in of_each_name(all_methods(p), turn=int(symmetry)):
         for phase in PHASES:
-            plan, dealt = method.plan(p, phase, COMPUTE_BOUND), method.dealt(p)
+            plan, assigned = method.plan(p, phase, COMPUTE_BOUND), method.assigned(p)
             before, after = (
-                simulate(plan, dealt, replace(where, launch_order=order), use_symmetry=symmetry).makespan_s
+                simulate(plan, assigned, replace(where, launch_order=order), use_symmetry=symmetry).makespan_s
                 for order in (False, True)
             )
             assert after >= 0.95 * before
-            assert after == pytest.approx(simulate(plan, dealt, replace(where, launch_order=True)).makespan_s)
+            assert after == pytest.approx(simulate(plan, assigned, replace(where, launch_order=True)).makespan_s)

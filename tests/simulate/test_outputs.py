@@ -40,9 +40,9 @@ def test_no_plan_is_faster_than_its_bounds(data: st.DataObject) -> None:
     p = split_problem(8, causal=data.draw(st.booleans()))
     method = data.draw(st.sampled_from(all_methods(p)))
     where = on_network(data.draw(st.sampled_from(sorted(NETWORKS))))
-    plan, dealt = method.plan(p, data.draw(st.sampled_from(PHASES)), COMPUTE_BOUND), method.dealt(p)
-    run = simulate(plan, dealt, where)
-    bounds = lower_bounds(plan, dealt, where, crossing(plan, dealt, where), float(run.busy_s.max()))
+    plan, assigned = method.plan(p, data.draw(st.sampled_from(PHASES)), COMPUTE_BOUND), method.assigned(p)
+    run = simulate(plan, assigned, where)
+    bounds = lower_bounds(plan, assigned, where, crossing(plan, assigned, where), float(run.busy_s.max()))
     assert max(bounds.values()) <= run.makespan_s * (1 + 1e-9)
     assert run.busy_s + run.exposed_s + run.idle_s == pytest.approx(np.full(8, run.makespan_s))
     assert run.exposed_s.min() >= -1e-12
@@ -139,10 +139,10 @@ def test_slowdown_of_blocks_that_take_no_time(n: int) -> None:
     """Contiguous causal leaves ranks without work; rounding must not turn that into less than nothing."""
     p, where = split_problem(n, "contiguous", causal=True), cluster(gpus_per_node=2, transfer_slowdown=0.2)
     for method in all_methods(p):
-        dealt = method.dealt(p)
+        assigned = method.assigned(p)
         for phase in PHASES:
             plan = method.plan(p, phase, COMPUTE_BOUND)
-            slow, fast = simulate(plan, dealt, where), simulate(plan, dealt, cluster(gpus_per_node=2))
+            slow, fast = simulate(plan, assigned, where), simulate(plan, assigned, cluster(gpus_per_node=2))
             assert (slow.busy_s >= fast.busy_s * (1 - 1e-12)).all()
 
 

@@ -203,7 +203,7 @@ def test_segments_hold_every_block_once_and_end_where_others_wait(data: st.DataO
     p = problem(n)
     method = data.draw(st.sampled_from([build("ring", {}), *build("mesh", {}).candidates(p)]))
     plan = method.plan(p, data.draw(st.sampled_from(PHASES)), cluster().profile(p))
-    lowering = lower(plan, method.dealt(p))
+    lowering = lower(plan, method.assigned(p))
     found = segments(plan, lowering.waits)
     ops = [index for segment in found.values() for index in segment.ops]
     assert ops == [index for index, op in plan if not isinstance(op, Pass)]
@@ -236,7 +236,7 @@ def test_folds_and_casts_cost_memory_traffic() -> None:
 def test_an_all_to_all_costs_copies_of_what_is_not_in_place(batch: int) -> None:
     """Q is packed but for the rank's own heads; of one batch entry it is received in place, but for its own tokens."""
     on, method = cluster(bytes_per_s=1e15, memory_bytes_per_s=1e9), build("ulysses", {})
-    p = method.dealt(replace(problem(4), batch=batch))
+    p = method.assigned(replace(problem(4), batch=batch))
     run = simulate(method.plan(p, "forward", on.profile(p)), p, on)
     took_s = (run.finish_s - run.start_s).reshape(-1, run.graph.quotient.ranks.size)
     *messages, unpacked = run.graph.items[0].rows

@@ -25,8 +25,8 @@ from tests.support.problems import all_methods, of_each_name
 from tests.support.typed import of_kind
 
 
-def both(plan, dealt: Problem, where: Cluster) -> tuple[Run, Run]:
-    return simulate(plan, dealt, where), simulate(plan, dealt, where, use_symmetry=False)
+def both(plan, assigned: Problem, where: Cluster) -> tuple[Run, Run]:
+    return simulate(plan, assigned, where), simulate(plan, assigned, where, use_symmetry=False)
 
 
 def assert_equal(one: Run, all_of_them: Run) -> None:
@@ -47,9 +47,9 @@ def test_every_method_on_every_network(network: str, every: bool) -> None:
     p, where, alike = split_problem(8), on_network(network), 0
     methods = all_methods(p)
     for method in methods if every else of_each_name(methods, [*NETWORKS].index(network)):
-        dealt = method.dealt(p)
+        assigned = method.assigned(p)
         for phase in PHASES:
-            one, all_of_them = both(method.plan(p, phase, COMPUTE_BOUND), dealt, where)
+            one, all_of_them = both(method.plan(p, phase, COMPUTE_BOUND), assigned, where)
             assert_equal(one, all_of_them)
             alike += one.graph.quotient.ranks.size < 8
     assert alike, "nothing was ever left out"
@@ -63,7 +63,7 @@ def test_any_plan(data: st.DataObject) -> None:
     method = data.draw(st.sampled_from(all_methods(p)))
     phase = data.draw(st.sampled_from(PHASES))
     where = on_network(data.draw(st.sampled_from(sorted(NETWORKS))))
-    assert_equal(*both(method.plan(p, phase, COMPUTE_BOUND), method.dealt(p), where))
+    assert_equal(*both(method.plan(p, phase, COMPUTE_BOUND), method.assigned(p), where))
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -114,8 +114,8 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        """As the method deals it out."""
-        return self.built.dealt(self.whole)
+        """As the method assigns it out."""
+        return self.built.assigned(self.whole)
 
     @property
     def whole(self) -> Problem:
@@ -152,8 +152,8 @@ class Case:
 
 def of_one_batch_entry(cases: Iterable[Case]) -> list[Case]:
     """Those with AllToAlls, which then receive, and send where dtypes allow it, in place."""
-    dealt = ("ulysses", "usp")
-    return [replace(c, batch=1) for c in cases if c.method in dealt or "ulysses" in dict(c.options)]
+    assigned = ("ulysses", "usp")
+    return [replace(c, batch=1) for c in cases if c.method in assigned or "ulysses" in dict(c.options)]
 
 
 def together(cases: Iterable[Case], of: Callable[[Case], Hashable]) -> list[list[Case]]:

@@ -156,4 +156,4 @@ def plans(draw: st.DrawFn, min_n: int = 1, max_n: int = 16, having: Having | Non
         choices = [(m, p) for m, p in choices if any(map(having.op, m.plan(problem, p, costs).ops))]
         assume(choices)
     method, phase = draw(st.sampled_from(choices))
-    return Planned(method.plan(problem, phase, costs), method.dealt(problem))
+    return Planned(method.plan(problem, phase, costs), method.assigned(problem))

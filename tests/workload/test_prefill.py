@@ -94,7 +94,7 @@ LIMITED = ("mask=window window=[20,0]", "mask=window window=[90,0]", "mask=chunk
 
 @pytest.mark.parametrize("methods", [("ring", "usp", "mesh", "pass_q", "group_cast"), exhaustive(METHODS)], ids=len)
 def test_windows_and_chunks_of_a_mask_see_the_end_of_earlier_ones(ranks: Ranks, methods: tuple[str, ...]) -> None:
-    """Also with sinks, and with what was dealt in pieces of other lengths."""
+    """Also with sinks, and with what was assigned in pieces of other lengths."""
     shape = "gpus=4 heads=4 kv_heads=4 seqlen=75 prefill.chunk=16 prefill.cached=12 method.layout=zigzag"
     each = [(name, LIMITED[i % 3], i % 2 == 0) for i, name in enumerate(methods)]
     assert_exact(ranks, [f"method={name} {mask} sinks={sinks} {shape}" for name, mask, sinks in each])

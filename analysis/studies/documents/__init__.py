@@ -1,4 +1,4 @@
-"""Packed documents: which method and dealing to choose, what is sent, and how even the work is. A study of ours.
+"""Packed documents: which method and layout to choose, what is sent, and how even the work is. A study of ours.
 
 All times are simulated. Work, volumes and bounds on them are computed from the plans.
 """

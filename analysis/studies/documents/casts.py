@@ -124,11 +124,11 @@ def _travelling(problem: Problem, pairs: _Pairs, heads: int, kv_heads: int) -> t
 
 
 def _problem(gpus: int, degree: int) -> Problem:
-    """The pack as group_cast deals it, with so many ranks to split heads."""
+    """The pack as group_cast assigns it, with so many ranks to split heads."""
     request = request_of(asked(DATA, gpus, "group_cast", ulysses=degree))
     assert isinstance(request, Request)
     method = build("group_cast", {"ulysses": degree, "stages": 1})
-    return method.dealt(replace(request.problem, layout=method.layout_of(request.problem.mask, gpus)))
+    return method.assigned(replace(request.problem, layout=method.layout_of(request.problem.mask, gpus)))
 
 
 def _degree(variant: str | None) -> int:

@@ -1,4 +1,4 @@
-"""The fastest method and dealing on a pack, and the work and volume of each dealing against their lower bounds."""
+"""The fastest method and layout on a pack, and the work and volume of each layout against their lower bounds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.analysis.section import Section, Text, listed, section, text, words
 from sp_bench.analysis.studies.choosing.places import payload_over_bound
 from sp_bench.analysis.studies.documents import places
-from sp_bench.analysis.studies.documents.places import DEALINGS, NODE, SETTING, TOKENS, asked, dealt
+from sp_bench.analysis.studies.documents.places import ALL_LAYOUTS, NODE, SETTING, TOKENS, asked
 from sp_bench.analysis.table import Cell
 from sp_bench.records import Record
 from sp_bench.records.interval import interval
 
 Steps = dict[tuple[str, str, str], Number]
-"""Times in ms by data, method and dealing; without value where a point can't be served."""
+"""Times in ms by data, method and layout; without value where a point can't be served."""
 
 
 def points(runs: Runs) -> Section:
@@ -38,12 +38,12 @@ def points(runs: Runs) -> Section:
 
 
 def maps(runs: Runs) -> Section:
-    """Each method's step on each dealing over the fastest of all, by distribution of lengths."""
-    found = places.dealt(runs)
+    """Each method's step on each layout over the fastest of all, by distribution of lengths."""
+    found = places.cells(runs)
     steps: Steps = {key: step_ms(record) for key, record in found.items()}
     best = {data: least(valued(n for key, n in steps.items() if key[0] == data)) for data in places.DATA}
     ratios: Steps = {key: number.over(best[key[0]]) for key, number in steps.items()}
-    values = {"gpus": places.DEALT_GPUS, "close": places.CLOSE, "figure": _map(found, ratios)}
+    values = {"gpus": places.MAP_GPUS, "close": places.CLOSE, "figure": _map(found, ratios)}
     return section(
         "documents.maps",
         **values,
@@ -55,16 +55,16 @@ def maps(runs: Runs) -> Section:
     )
 
 
-def _map(found: places.Dealt, ratios: Steps) -> Figure:
+def _map(found: places.Cells, ratios: Steps) -> Figure:
     data_names, methods = places.DATA, places.METHODS
     canvas, axes = new_figure(2, -(-len(data_names) // 2), width=7.2, height=5.8, sharex=True, sharey=True)
     with mpl.rc_context(STYLE):
         for axis in axes.flat[len(data_names) :]:
             axis.set_visible(False)
         for axis, data in zip(axes.flat, data_names, strict=False):
-            values = np.full((len(methods), len(places.DEALINGS)), np.nan)
-            for (row, method), (column, dealing) in product(enumerate(methods), enumerate(places.DEALINGS)):
-                if (key := (data, method, dealing)) in ratios:
+            values = np.full((len(methods), len(places.ALL_LAYOUTS)), np.nan)
+            for (row, method), (column, layout) in product(enumerate(methods), enumerate(places.ALL_LAYOUTS)):
+                if (key := (data, method, layout)) in ratios:
                     ratio = ratios[key].value
                     values[row, column] = np.nan if ratio is None else ratio
                     shown = found[key].status if ratio is None else f"{ratio:.2f}" if ratio < 9.95 else f"{ratio:.0f}"
@@ -72,30 +72,30 @@ def _map(found: places.Dealt, ratios: Steps) -> Figure:
                     axis.text(column, row, shown, ha="center", va="center", fontsize=6, color=tone)
             axis.imshow(values, cmap="viridis_r", norm=LogNorm(1, 10), aspect="auto")
             axis.set_title(data, fontsize=8)
-            axis.set_xticks(range(len(places.DEALINGS)), places.DEALINGS, rotation=40, ha="right", fontsize=7)
+            axis.set_xticks(range(len(places.ALL_LAYOUTS)), places.ALL_LAYOUTS, rotation=40, ha="right", fontsize=7)
             axis.set_yticks(range(len(methods)), methods, fontsize=7)
             axis.grid(visible=False)
     note = "Step over the fastest of the panel, simulated; 1.00 is the fastest."
     numbers = sources(valued(ratios.values()))
-    return Figure("documents-map", "Steps by method and dealing", canvas, numbers, note)
+    return Figure("documents-map", "Steps by method and layout", canvas, numbers, note)
 
 
 def _about_map(data: str, ratios: Steps) -> Text:
-    """The fastest cell, how many are as fast, and what a method loses on its worst dealing."""
+    """The fastest cell, how many are as fast, and what a method loses on its worst layout."""
     here = {key[1:]: number for key, number in ratios.items() if key[0] == data and number.value is not None}
-    method, dealing = min(here, key=lambda cell: here[cell].known)
-    best_of = {dealing: least(n for (_, d), n in here.items() if d == dealing) for _, dealing in here}
+    method, layout = min(here, key=lambda cell: here[cell].known)
+    best_of = {layout: least(n for (_, d), n in here.items() if d == layout) for _, layout in here}
     by_method = {name: [n for (other, _), n in here.items() if other == name] for name, _ in here}
     lost = {name: most(row).over(least(row)) for name, row in by_method.items() if len(row) > 1}
     costly = max(lost, key=lambda name: lost[name].known)
-    values = {"data": data, "method": method, "dealing": dealing, "tie": places.CLOSE}
+    values = {"data": data, "method": method, "layout": layout, "tie": places.CLOSE}
     values |= {"close": count(here.values(), lambda ratio: ratio < 1 + places.CLOSE), "cells": count(here.values())}
     values |= {"each": listed(best_of, "{name} {value:.2f}"), "costly": costly, "lost": lost[costly]}
     return words("documents.map", **values)
 
 
 def winners(runs: Runs) -> Section:
-    """The fastest method and dealing on each pack, of all methods and of those that don't split heads."""
+    """The fastest method and layout on each pack, of all methods and of those that don't split heads."""
     found = places.fastest(runs)
     whole = tuple(method for method in places.METHODS if method not in places.SPLIT_HEADS)
     of_all, of_whole = _winners(found, places.METHODS), _winners(found, whole)
@@ -164,19 +164,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mesh": {"tile": [4, 8]},
     "usp": {"ulysses": 8},
 }
-"""One variant of each method, so that only the dealing differs."""
+"""One variant of each method, so that only the layout differs."""
 
 
 def bounds(runs: Runs) -> Section:
-    """Imbalance of the work and the volume, by dealing, beside the least that they can be."""
-    found = {(data, dealing): r for (data, method, dealing), r in dealt(runs).items() if method == "ring"}
+    """Imbalance of the work and the volume, by layout, beside the least that they can be."""
+    found = {(data, layout): r for (data, method, layout), r in places.cells(runs).items() if method == "ring"}
     served = {key: record for key, record in found.items() if record.status == "ok"}
     rows: list[list[Cell]] = []
     for key, record in found.items():
         work = [of_record(record, field) for field in ("work_imbalance", "work_imbalance_lower_bound")]
         sent = [of_record(record, f"comm_bytes_{name}").times(MB) for name in ("per_gpu", "lower_bound")]
         rows.append([*key, *work, *sent, payload_over_bound(record)])
-    values = {"gpus": places.DEALT_GPUS, "figure": _figure(served)}
+    values = {"gpus": places.MAP_GPUS, "figure": _figure(served)}
     return section(
         "documents.bounds",
         **values,
@@ -187,17 +187,17 @@ def bounds(runs: Runs) -> Section:
 
 def _figure(found: dict[tuple[str, str], Record]) -> Figure:
     canvas, axes = new_figure(2, 1, height=3.2, sharey=True)
-    tones, numbers, height = colours(DEALINGS), [], 0.8 / len(DEALINGS)
+    tones, numbers, height = colours(ALL_LAYOUTS), [], 0.8 / len(ALL_LAYOUTS)
     panels = (("work_imbalance", 1.0, "busiest GPU's work, x mean"), ("comm_bytes_lower_bound", MB, "bound, MB a GPU"))
     with mpl.rc_context(STYLE):
         for axis, (field, factor, label) in zip(axes[0], panels, strict=True):
-            for (row, data), (place, dealing) in product(enumerate(places.DATA), enumerate(DEALINGS)):
-                if (data, dealing) in found:
-                    number = of_record(found[data, dealing], field).times(factor)
+            for (row, data), (place, layout) in product(enumerate(places.DATA), enumerate(ALL_LAYOUTS)):
+                if (data, layout) in found:
+                    number = of_record(found[data, layout], field).times(factor)
                     numbers.append(number)
-                    name = f"{dealing} ({number.kind})" if row == 0 else None
-                    y = row + (place - (len(DEALINGS) - 1) / 2) * height
-                    axis.barh(y, number.known, height=height, color=tones[dealing], label=name)
+                    name = f"{layout} ({number.kind})" if row == 0 else None
+                    y = row + (place - (len(ALL_LAYOUTS) - 1) / 2) * height
+                    axis.barh(y, number.known, height=height, color=tones[layout], label=name)
             axis.set(xlabel=label)
             axis.set_xscale("symlog", linthresh=1)
             axis.set_yticks(range(len(places.DATA)), places.DATA)
@@ -205,11 +205,11 @@ def _figure(found: dict[tuple[str, str], Record]) -> Figure:
         entries = axes[0, 0].get_legend_handles_labels()
         canvas.legend(*entries, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
     note = "Left: how unequal the work is. Right: the least that has to be sent."
-    return Figure("documents-bounds", "Balance and volume by dealing", canvas, sources(numbers), note)
+    return Figure("documents-bounds", "Balance and volume by layout", canvas, sources(numbers), note)
 
 
 def _about_bounds(found: dict[str, Record], data: str) -> Text:
-    """The most even dealing, the one that needs least, and whether they are the same."""
+    """The most even layout, the one that needs least, and whether they are the same."""
     work = {name: of_record(record, "work_imbalance") for name, record in found.items()}
     bound = {name: of_record(record, "comm_bytes_lower_bound").times(MB) for name, record in found.items()}
     even = min(work, key=lambda name: (round(work[name].known, 3), bound[name].known))
@@ -222,24 +222,29 @@ def _about_bounds(found: dict[str, Record], data: str) -> Text:
 
 def shares(runs: Runs) -> Section:
     """The bytes sent on one pack, as a share of those that each method sends with full attention."""
-    gpus = places.DEALT_GPUS
-    packed = runs.grid(lambda m, d: asked(SHARED_DATA, gpus, m, layout=d, **VARIANTS[m]), VARIANTS, DEALINGS)
+    gpus = places.MAP_GPUS
+    packed = runs.grid(lambda m, d: asked(SHARED_DATA, gpus, m, layout=d, **VARIANTS[m]), VARIANTS, ALL_LAYOUTS)
     dense = runs.by_key({method: _dense(method) for method in VARIANTS})
     whole = {method: of_record(record, "comm_bytes_per_gpu") for method, record in dense.items()}
     share = {(m, d): of_record(record, "comm_bytes_per_gpu").over(whole[m]) for (m, d), record in packed.items()}
     known = {key: number for key, number in share.items() if number.value is not None}
-    by_dealing = {d: numbers for d in DEALINGS if (numbers := [n for (_, of), n in known.items() if of == d])}
+    by_layout = {d: numbers for d in ALL_LAYOUTS if (numbers := [n for (_, of), n in known.items() if of == d])}
     ring = {d: number for (method, d), number in known.items() if method == "ring"}
-    shares_of = {d: text("{low:.0%} to {high:.0%}", **ends(x)) for d, x in by_dealing.items()}
+    shares_of = {d: text("{low:.0%} to {high:.0%}", **ends(x)) for d, x in by_layout.items()}
     values = {"data": SHARED_DATA, "gpus": gpus, "each": listed(shares_of, "{name} {value}")}
     return section(
         "documents.shares",
         **values,
         saved=derived(lambda low: 1 - low, least(ring.values())),
-        dealing=min(ring, key=lambda d: ring[d].known),
-        by_dealing="; ".join(f"{d} | % | .1f" for d in by_dealing),
+        layout=min(ring, key=lambda d: ring[d].known),
+        by_layout="; ".join(f"{d} | % | .1f" for d in by_layout),
         rows=[
-            [m, packed[m, DEALINGS[0]].variant or "", whole[m].times(MB), *(share[m, d].times(100) for d in by_dealing)]
+            [
+                m,
+                packed[m, ALL_LAYOUTS[0]].variant or "",
+                whole[m].times(MB),
+                *(share[m, d].times(100) for d in by_layout),
+            ]
             for m in VARIANTS
         ],
     )
@@ -247,6 +252,6 @@ def shares(runs: Runs) -> Section:
 
 def _dense(method: str) -> Point:
     """The point with full attention, where everything is sent."""
-    nodes = {"nodes": places.DEALT_GPUS // NODE} if method == "tokenring" else {}
-    keys = {"gpus": places.DEALT_GPUS, "seqlen": f"{TOKENS * places.DEALT_GPUS}k", "causal": False}
+    nodes = {"nodes": places.MAP_GPUS // NODE} if method == "tokenring" else {}
+    keys = {"gpus": places.MAP_GPUS, "seqlen": f"{TOKENS * places.MAP_GPUS}k", "causal": False}
     return point(method=method, layout="contiguous", **keys, **SETTING, **nodes, **VARIANTS[method])

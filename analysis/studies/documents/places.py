@@ -1,4 +1,4 @@
-"""The points of the study of packed documents: methods, dealings, lengths of documents and GPUs."""
+"""The points of the study of packed documents: methods, layouts, lengths of documents and GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.analysis.studies.choosing.places import Winner, by_time, step
 from sp_bench.methods import REGISTRY
-from sp_bench.plan.dealers import DEALERS
+from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.records import Record
 
@@ -22,22 +22,22 @@ TOKENS = 8
 DATA = ("magi_attention", "short", "long", "equal")
 """Lengths of documents, by their file in conf/data."""
 GPUS = (8, 32, 64)
-DEALT_GPUS = 32
-"""The number of GPUs at which each method runs on each dealing."""
+MAP_GPUS = 32
+"""The number of GPUs at which each method runs on each layout."""
 METHODS = (
     *("ring", "double_ring", "pass_q", "all_gather", "tokenring", "startrail", "mesh", "ulysses", "usp"),
     *("ulysses_all_gather", "hybrid_cp", "group_cast"),
 )
 """The methods that are compared. Striped and zigzag are Ring on a layout, so that they are not listed."""
 SPLIT_HEADS = ("ulysses", "usp", "ulysses_all_gather", "group_cast")
-DEALINGS = (*LAYOUTS, *DEALERS)
+ALL_LAYOUTS = (*LAYOUTS, *ASSIGNMENTS)
 CLOSE = 0.05
 """Two simulated times within this share of each other are too close to call."""
 
-Dealt = dict[tuple[str, str, str], Record]
-"""Records at DEALT_GPUS by data, method and dealing."""
+Cells = dict[tuple[str, str, str], Record]
+"""Records at MAP_GPUS by data, method and layout."""
 Fastest = dict[tuple[str, int, str], Record]
-"""The record of each method's fastest dealing, by data, GPUs and method."""
+"""The record of each method's fastest layout, by data, GPUs and method."""
 
 
 def asked(data: str, gpus: int, method: str, **keys: Any) -> Point:
@@ -47,21 +47,21 @@ def asked(data: str, gpus: int, method: str, **keys: Any) -> Point:
     return point(method=method, gpus=gpus, **pack, **SETTING, **nodes, **keys)
 
 
-def dealt(runs: Runs) -> Dealt:
-    """The records of all methods on each dealing that they support, including points that can't be served."""
-    places = [(method, dealing) for method in METHODS for dealing in REGISTRY[method].dealings()]
-    return runs.by_key({(data, m, d): asked(data, DEALT_GPUS, m, layout=d) for data in DATA for m, d in places})
+def cells(runs: Runs) -> Cells:
+    """The records of all methods on each layout that they support, including points that can't be served."""
+    places = [(method, layout) for method in METHODS for layout in REGISTRY[method].all_layouts()]
+    return runs.by_key({(data, m, d): asked(data, MAP_GPUS, m, layout=d) for data in DATA for m, d in places})
 
 
 def fastest(runs: Runs) -> Fastest:
-    """The fastest dealing of every method: of `dealt`, and as layout=auto finds it at other numbers of GPUs."""
-    found = dealt(runs)
+    """The fastest layout of every method: of `cells`, and as layout=auto finds it at other numbers of GPUs."""
+    found = cells(runs)
     best: Fastest = {}
     for (data, method, _), record in found.items():
-        key = data, DEALT_GPUS, method
+        key = data, MAP_GPUS, method
         if key not in best or step(record) < step(best[key]):
             best[key] = record
-    return best | runs.grid(asked, DATA, [gpus for gpus in GPUS if gpus != DEALT_GPUS], METHODS)
+    return best | runs.grid(asked, DATA, [gpus for gpus in GPUS if gpus != MAP_GPUS], METHODS)
 
 
 def winner(found: Fastest, data: str, gpus: int, methods: Sequence[str]) -> Winner:

@@ -38,7 +38,7 @@ SEQLEN, LONG = "1M", "4M"
 JITTER_SIZES = (64, 256)
 EVERY_METHOD = tuple(name for name in REGISTRY if name != "reference")
 DOCUMENTED = ("ring", "mesh", "usp", "ulysses")
-"""The methods whose every dealing of documents is timed."""
+"""The methods whose every layout of documents is timed."""
 PACK = ("mask=document", "data=magi_attention", "gpus=256", "seqlen=512k")
 
 
@@ -94,9 +94,9 @@ def _without_symmetry() -> Iterator[tuple[str, str, list[str]]]:
     yield "jitter", "64, 2 key heads, batch 2", ["method=usp", "gpus=64", "kv_heads=2", "batch=2", *jitter]
     for method in DOCUMENTED:
         heads = ["heads=256", "kv_heads=256"] if method == "ulysses" else []
-        for dealing in REGISTRY[method].dealings():
-            keys = [f"method={method}", f"method.layout={dealing}", *PACK, *heads, *COMMON]
-            yield "documents", f"256, {dealing}", keys
+        for layout in REGISTRY[method].all_layouts():
+            keys = [f"method={method}", f"method.layout={layout}", *PACK, *heads, *COMMON]
+            yield "documents", f"256, {layout}", keys
 
 
 def _row(what: str, gpus: str, keys: list[str]) -> dict[str, str]:
@@ -126,7 +126,7 @@ def ratios(method: str, gpus: int) -> dict[str, Any]:
         request = resolve(composer.compose(overrides(method, gpus)))
     assert isinstance(request.method, Method)
     chosen = request.method.candidates(request.problem)[-1]
-    problem, cluster = chosen.dealt(request.problem), request.cluster
+    problem, cluster = chosen.assigned(request.problem), request.cluster
     plan = chosen.plan(problem, "forward", cluster.profile(problem))
     whole, kinds = (build_graph(plan, problem, cluster, use_symmetry=use).tasks for use in (False, True))
     engines: tuple[Solver, Solver] = ("python", "numba")

@@ -41,23 +41,23 @@ def on_hosts(burst_bytes: float, latency_s: float = 0.0, bytes_per_s: float = BY
 
 def run_of(name: str, p: Problem, where: Cluster) -> Run:
     method = build(name, {}).candidates(p)[0]
-    return checked(method.plan(p, "forward", COMPUTE_BOUND), method.dealt(p), where)
+    return checked(method.plan(p, "forward", COMPUTE_BOUND), method.assigned(p), where)
 
 
-def checked(plan: Plan, dealt: Problem, where: Cluster) -> Run:
+def checked(plan: Plan, assigned: Problem, where: Cluster) -> Run:
     """A run that no bound forbids, the same where ranks stand for one another, and over before links owe nothing."""
-    run = simulate(plan, dealt, where)
+    run = simulate(plan, assigned, where)
     assert run.makespan_s < run.finish_s.max(), "links still owe something"
-    assert run.ended_s == pytest.approx(simulate(plan, dealt, where, use_symmetry=False).ended_s, rel=1e-9)
+    assert run.ended_s == pytest.approx(simulate(plan, assigned, where, use_symmetry=False).ended_s, rel=1e-9)
     assert max(span.end_s for rank in range(plan.n) for span in run.spans(rank)) == pytest.approx(run.makespan_s)
-    assert bound_s(run, dealt, where) <= run.makespan_s * (1 + 1e-9)
+    assert bound_s(run, assigned, where) <= run.makespan_s * (1 + 1e-9)
     return run
 
 
-def bound_s(run: Run, dealt: Problem, where: Cluster) -> float:
+def bound_s(run: Run, assigned: Problem, where: Cluster) -> float:
     """The highest of the lower bounds on a run."""
-    crossing = link_bytes(where.network(dealt.n), account.traffic(run.plan, dealt, where))
-    return max(lower_bounds(run.plan, dealt, where, crossing, float(run.busy_s.max())).values())
+    crossing = link_bytes(where.network(assigned.n), account.traffic(run.plan, assigned, where))
+    return max(lower_bounds(run.plan, assigned, where, crossing, float(run.busy_s.max())).values())
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 0.02])
@@ -77,7 +77,7 @@ def test_links_that_rested_meanwhile_let_another_through(n: int) -> None:
     p = problem(n, tokens=2**15)
     burst_bytes, bytes_per_s = 0.02 * p.chunk_bytes(Q, wire=True), 1e9
     run = run_of("ulysses", p, on_hosts(burst_bytes, bytes_per_s=bytes_per_s))
-    sent = link_bytes(on_hosts(1).network(n), account.traffic(run.plan, build("ulysses", {}).dealt(p))).max()
+    sent = link_bytes(on_hosts(1).network(n), account.traffic(run.plan, build("ulysses", {}).assigned(p))).max()
     compute_s = run.busy_s[0]
     assert compute_s > burst_bytes / bytes_per_s
     assert run.makespan_s == pytest.approx((sent - 2 * burst_bytes) / bytes_per_s + compute_s, rel=2e-3)
@@ -111,7 +111,7 @@ def test_no_method_goes_below_its_bounds(name: str, hosts: dict[str, Any]) -> No
     p = replace(problem(8), heads=8)
     where = on_hosts(0.2 * p.chunk_bytes(KV, wire=True), 1e-3, **hosts)
     run = run_of(name, p, where)
-    assert 0 < bound_s(run, build(name, {}).candidates(p)[0].dealt(p), where) <= run.makespan_s * (1 + 1e-9)
+    assert 0 < bound_s(run, build(name, {}).candidates(p)[0].assigned(p), where) <= run.makespan_s * (1 + 1e-9)
 
 
 def test_each_lane_has_a_burst() -> None:

@@ -99,7 +99,7 @@ def test_an_all_to_all_of_the_library_gets_its_share(collectives: str) -> None:
     assert where.hosts
     slower = replace(where, hosts=where.hosts.replace(all_to_all_share=0.5))
     method = build("ulysses", {"collectives": collectives})
-    plan, p = method.plan(p, "forward", where.profile(p)), method.dealt(p)
+    plan, p = method.plan(p, "forward", where.profile(p)), method.assigned(p)
     all_s, half_s = (simulate(plan, p, each).makespan_s for each in (where, slower))
     sent = [sum(each.values()) for _, op in plan if isinstance(op, Transfer) for each in messages(op, p, 0)]
     assert half_s - all_s == pytest.approx(sum(sent) / 1e6 * (collectives == "library"), rel=1e-6, abs=1e-9)
@@ -191,7 +191,7 @@ def test_messages_that_share_a_link_go_ahead_of_one_another() -> None:
 def test_all_to_alls_of_one_rank_take_nothing() -> None:
     p, where = problem(4, tokens=TOKENS), on_hosts(4, 1e6, 0.0)
     alone = build("usp", {"ulysses": 1})
-    whole = simulate(alone.plan(alone.dealt(p), "forward", where.profile(p)), alone.dealt(p), where)
+    whole = simulate(alone.plan(alone.assigned(p), "forward", where.profile(p)), alone.assigned(p), where)
     ring = simulate(build("ring", {}).plan(p, "forward", where.profile(p)), p, where)
     assert whole.makespan_s == pytest.approx(ring.makespan_s, rel=1e-9)
 
@@ -213,11 +213,11 @@ def test_alike_ranks_that_send_stand_for_one_another_on_shared_cores_too(name: s
     core_s = {"byte_core_s": 0.1 * block / hop_bytes, "message_core_s": 0.01 * block}
     where = on_hosts(2, 2 * hop_bytes / block, **core_s, link_cores=0.05, per_host=per_host)
     method = build(name, {}).candidates(p)[0]
-    plan, dealt = method.plan(p, "forward", where.profile(p)), method.dealt(p)
-    one, all_of_them = (simulate(plan, dealt, where, use_symmetry=x) for x in (True, False))
+    plan, assigned = method.plan(p, "forward", where.profile(p)), method.assigned(p)
+    one, all_of_them = (simulate(plan, assigned, where, use_symmetry=x) for x in (True, False))
     assert one.makespan_s == pytest.approx(all_of_them.makespan_s, rel=1e-9)
     assert one.ended_s == pytest.approx(all_of_them.ended_s, rel=1e-9)
     hosts = of_kind(Hosts, where.hosts).replace(link_cores=0.0, **dict.fromkeys(core_s, 0.0))
-    free = simulate(plan, dealt, replace(where, hosts=hosts))
+    free = simulate(plan, assigned, replace(where, hosts=hosts))
     # Blocks of ulysses are beside no transfer, but for the byte that links owe.
     assert (free.makespan_s < one.makespan_s * (1 - 1e-6)) == (name != "ulysses")

@@ -1,10 +1,10 @@
-"""Dealers: how a pack of documents is dealt to chunks, where a layout of the whole sequence would not know of them.
+"""Assignments of tokens: which chunk gets which tokens of a pack, by layouts that know its documents.
 
 zigzag_documents   every document is cut into 2n pieces, and chunk i gets pieces i and 2n - 1 - i of each: equal
                    work by document. The chunks take turns in being the first, so that short documents don't all
                    start on the same one
 whole_documents    no document is cut: the one with most work first, each to the chunk with the least so far (LPT)
-blocks             the sequence is cut into equal blocks, which are dealt in turn, those with most work first, to
+blocks             the sequence is cut into equal blocks, which are assigned in turn, those with most work first, to
                    all chunks and back again (like the PTRR load balancer of PyTorch's context parallelism)
 balanced           the sequence is cut into equal blocks; those with most work first, each goes to the chunk with the
                    least work so far of those that lack blocks, so that all get as many (MagiAttention's dispatch)
@@ -26,22 +26,22 @@ import numpy as np
 from sp_bench.plan.layout import LAYOUTS, Layout, Positions
 
 BLOCKS_EACH = 16
-"""How many blocks a chunk gets from the dealer `blocks`."""
+"""How many blocks a chunk gets under the assignment `blocks`."""
 EVEN = 1.005
-"""The dealer `balanced` takes the largest blocks with which the busiest chunk has at most this multiple of the mean."""
+"""`balanced` takes the largest blocks with which the busiest chunk has at most this multiple of the mean."""
 EVEN_ENOUGH, MOST_CUTS = 1.03, 16
-"""Sub-groups of the dealer `hybrid` grow until the busiest chunk has at most this multiple of the mean, or documents of
-a 16th of a chunk are cut."""
+"""Sub-groups of `hybrid` grow until the busiest chunk has at most this multiple of the mean, or documents of a 16th of
+a chunk are cut."""
 FOR_ANY = ("zigzag_documents", "whole_documents", "blocks")
-"""The dealers that every method of any layout takes."""
+"""The assignments that every method of any layout takes."""
 
 
 class Pack(Protocol):
-    """Documents packed into one sequence, as plan.documents has them: what a dealer asks of a pack."""
+    """Documents packed into one sequence, as plan.documents has them: what assignments ask of them."""
 
     @property
     def queries(self) -> tuple[int, ...]:
-        """Tokens of each document that are dealt, in order."""
+        """Tokens of each document that are assigned, in order."""
         ...
 
     @property
@@ -62,13 +62,14 @@ class Pack(Protocol):
 
 
 @dataclass(frozen=True)
-class Deal:
-    """A pack dealt by one of the dealers above."""
+class TokenAssignment:
+    """The tokens of a pack assigned to chunks in one of the ways above."""
 
     mask: Pack
-    dealer: str
+    name: str
+    """One of ASSIGNMENTS."""
     block_tokens: int | None = None
-    """Tokens of a block that is dealt, at most; None: as the dealer has it."""
+    """Tokens of a block, at most; None: the assignment chooses."""
 
     def __call__(self, chunk: int, chunks: int, seqlen: int) -> Positions:
         """The positions of one chunk of `chunks`, ascending."""
@@ -76,7 +77,7 @@ class Deal:
 
     def all(self, chunks: int) -> tuple[Positions, ...]:
         """The positions of every chunk."""
-        return _dealt(self, chunks)
+        return _assigned(self, chunks)
 
     def runs(self, chunks: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """The runs of neighbouring positions of every chunk, ascending: (first, behind the last), (runs,) each."""
@@ -88,7 +89,7 @@ class Deal:
 
 
 class Pieces(NamedTuple):
-    """The pieces that a dealer deals: runs of positions, in any order, of which some may be empty. (pieces,) each."""
+    """Runs of positions and the chunk of each, in any order; some may be empty. (pieces,) each."""
 
     chunk: np.ndarray
     """The chunk that gets each."""
@@ -98,10 +99,10 @@ class Pieces(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dealt(Layout):
-    """A layout whose chunks were dealt one by one (plan.dealers). A chunk, or a rank, may have no token."""
+class AssignedLayout(Layout):
+    """A layout of a pack by an assignment. A chunk, or a rank, may have no token."""
 
-    ranges: Deal  # pyright: ignore[reportIncompatibleMethodOverride]
+    ranges: TokenAssignment  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def tokens(self, rank, n: int, seqlen: int):
         degree = self.head_parallel
@@ -123,7 +124,7 @@ class Dealt(Layout):
 
     @property
     def of_history(self) -> Layout:
-        """Runs: what was there before was dealt with other documents."""
+        """Runs: what was there before was assigned with other documents."""
         return replace(LAYOUTS["contiguous"], head_parallel=self.head_parallel)
 
     def gives_all_work(self, n: int, seqlen: int) -> bool:
@@ -137,14 +138,14 @@ class Dealt(Layout):
 
 
 @lru_cache(maxsize=32)
-def _dealt(deal: Deal, chunks: int) -> tuple[Positions, ...]:
-    return tuple(tuple(map(range, start.tolist(), stop.tolist())) for start, stop in _runs(deal, chunks))
+def _assigned(assignment: TokenAssignment, chunks: int) -> tuple[Positions, ...]:
+    return tuple(tuple(map(range, start.tolist(), stop.tolist())) for start, stop in _runs(assignment, chunks))
 
 
 @lru_cache(maxsize=32)
-def _runs(deal: Deal, chunks: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def _runs(assignment: TokenAssignment, chunks: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """The pieces of each chunk in order, neighbours joined, without empty ones."""
-    pieces = DEALERS[deal.dealer](deal, chunks)
+    pieces = ASSIGNMENTS[assignment.name](assignment, chunks)
     there = np.flatnonzero(pieces.stop > pieces.start)
     there = there[np.lexsort((pieces.start[there], pieces.chunk[there]))]
     chunk, start, stop = (each[there] for each in pieces)
@@ -155,8 +156,8 @@ def _runs(deal: Deal, chunks: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 @lru_cache(maxsize=32)
-def _tokens(deal: Deal, chunks: int) -> np.ndarray:
-    return np.array([int((stop - start).sum()) for start, stop in _runs(deal, chunks)])
+def _tokens(assignment: TokenAssignment, chunks: int) -> np.ndarray:
+    return np.array([int((stop - start).sum()) for start, stop in _runs(assignment, chunks)])
 
 
 def _documents(mask: Pack) -> tuple[np.ndarray, np.ndarray]:
@@ -165,8 +166,8 @@ def _documents(mask: Pack) -> tuple[np.ndarray, np.ndarray]:
     return ends - mask.queries, ends
 
 
-def _zigzag_documents(deal: Deal, chunks: int) -> Pieces:
-    start, stop = _documents(deal.mask)
+def _zigzag_documents(assignment: TokenAssignment, chunks: int) -> Pieces:
+    start, stop = _documents(assignment.mask)
     base, longer = np.divmod(stop - start, 2 * chunks)
     many = np.where(base > 0, 2 * chunks, longer)
     of = np.repeat(np.arange(many.size), many)
@@ -177,8 +178,8 @@ def _zigzag_documents(deal: Deal, chunks: int) -> Pieces:
     return Pieces(to, at, at + base[of] + (number < longer[of]))
 
 
-def _whole_documents(deal: Deal, chunks: int) -> Pieces:
-    mask, to = deal.mask, np.zeros(len(deal.mask.queries), np.int64)
+def _whole_documents(assignment: TokenAssignment, chunks: int) -> Pieces:
+    mask, to = assignment.mask, np.zeros(len(assignment.mask.queries), np.int64)
     least = [(0, 0, chunk) for chunk in range(chunks)]
     work = mask.work_of_documents
     for index in np.lexsort((-np.array(mask.queries), -work)).tolist():
@@ -188,9 +189,9 @@ def _whole_documents(deal: Deal, chunks: int) -> Pieces:
     return Pieces(to, *_documents(mask))
 
 
-def _blocks(deal: Deal, chunks: int) -> Pieces:
-    each = -(-deal.mask.seqlen // (deal.block_tokens * chunks)) if deal.block_tokens else BLOCKS_EACH
-    edges, work = _cut(deal.mask, each * chunks, chunks)
+def _blocks(assignment: TokenAssignment, chunks: int) -> Pieces:
+    each = -(-assignment.mask.seqlen // (assignment.block_tokens * chunks)) if assignment.block_tokens else BLOCKS_EACH
+    edges, work = _cut(assignment.mask, each * chunks, chunks)
     turn, place = np.divmod(np.arange(work.size), chunks)
     to = np.empty(work.size, np.int64)
     to[np.argsort(-work, kind="stable")] = np.where(turn % 2, chunks - 1 - place, place)
@@ -209,15 +210,15 @@ def _cut(mask: Pack, count: int, chunks: int) -> tuple[np.ndarray, np.ndarray]:
     return edges, np.diff(mask.work_before(edges))
 
 
-def _balanced(deal: Deal, chunks: int) -> Pieces:
-    seqlen = deal.mask.seqlen
-    if deal.block_tokens:
-        edges, work = _cut(deal.mask, -(-seqlen // (deal.block_tokens * chunks)) * chunks, chunks)
+def _balanced(assignment: TokenAssignment, chunks: int) -> Pieces:
+    seqlen = assignment.mask.seqlen
+    if assignment.block_tokens:
+        edges, work = _cut(assignment.mask, -(-seqlen // (assignment.block_tokens * chunks)) * chunks, chunks)
         return Pieces(_least_first(work, chunks)[0], edges[:-1], edges[1:])
     best, least = Pieces(*[np.zeros(0, np.int64)] * 3), np.inf
     each = 1
     while each == 1 or (least > EVEN and each <= BLOCKS_EACH and each * chunks <= seqlen):
-        edges, work = _cut(deal.mask, each * chunks, chunks)
+        edges, work = _cut(assignment.mask, each * chunks, chunks)
         to, imbalance = _least_first(work, chunks)
         if imbalance < least:
             best, least = Pieces(to, edges[:-1], edges[1:]), imbalance
@@ -227,15 +228,15 @@ def _balanced(deal: Deal, chunks: int) -> Pieces:
 
 def _least_first(work: np.ndarray, chunks: int) -> tuple[np.ndarray, float]:
     """The chunk of each block, as many for all, and the busiest chunk's work over the mean."""
-    to, dealt, room = np.zeros(work.size, np.int64), [0] * chunks, -(-work.size // chunks)
+    to, assigned, room = np.zeros(work.size, np.int64), [0] * chunks, -(-work.size // chunks)
     least = [(0, chunk) for chunk in range(chunks)]
     full: list[int] = []
     for block in np.argsort(-work, kind="stable").tolist():
         done, chunk = heapq.heappop(least)
         to[block] = chunk
-        dealt[chunk] += 1
+        assigned[chunk] += 1
         done += int(work[block])
-        if dealt[chunk] < room:
+        if assigned[chunk] < room:
             heapq.heappush(least, (done, chunk))
         else:
             full.append(done)
@@ -243,10 +244,10 @@ def _least_first(work: np.ndarray, chunks: int) -> tuple[np.ndarray, float]:
     return to, busiest * chunks / max(int(work.sum()), 1)
 
 
-def _hybrid(deal: Deal, chunks: int) -> Pieces:
-    mask = deal.mask
-    if deal.block_tokens:
-        return _in_sub_groups(mask, chunks, _sub_groups(mask, chunks, deal.block_tokens)[0])
+def _hybrid(assignment: TokenAssignment, chunks: int) -> Pieces:
+    mask = assignment.mask
+    if assignment.block_tokens:
+        return _in_sub_groups(mask, chunks, _sub_groups(mask, chunks, assignment.block_tokens)[0])
     best, least, tokens = list[tuple[int, int]](), np.inf, -(-2 * mask.seqlen // chunks)
     while tokens and least > EVEN_ENOUGH:  # larger sub-groups are more even, and send more
         found, imbalance = _sub_groups(mask, chunks, tokens)
@@ -292,11 +293,11 @@ def _in_sub_groups(mask: Pack, chunks: int, sub_groups: list[tuple[int, int]]) -
     return Pieces(to, at, at + base + (number < longer))
 
 
-DEALERS: dict[str, Callable[[Deal, int], Pieces]] = {
+ASSIGNMENTS: dict[str, Callable[[TokenAssignment, int], Pieces]] = {
     "zigzag_documents": _zigzag_documents,
     "whole_documents": _whole_documents,
     "blocks": _blocks,
     "balanced": _balanced,
     "hybrid": _hybrid,
 }
-"""The layouts that know the documents of a pack: (deal, chunks) -> the runs of positions and their chunks."""
+"""The layouts that know the documents of a pack: (assignment, chunks) -> the runs of positions and their chunks."""

@@ -1,4 +1,4 @@
-"""Layouts with a length that they deal out, and strategies that draw them."""
+"""Layouts with a length that they assign, and strategies that draw them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def places(shards: Shards, rank: int) -> np.ndarray:
     return np.array(list(chain(*shards.positions(rank))), int)
 
 
-class Dealt(NamedTuple):
+class Case(NamedTuple):
     """A layout, ranks that share its chunks or don't, and a length that it takes."""
 
     layout: Layout
@@ -40,8 +40,8 @@ class Dealt(NamedTuple):
 
 
 @st.composite
-def dealt(draw: st.DrawFn, most_chunks: int = 12) -> Dealt:
+def cases(draw: st.DrawFn, most_chunks: int = 12) -> Case:
     layout = replace(draw(layouts), head_parallel=draw(st.integers(1, 4)))
     chunks = draw(st.integers(1, most_chunks))
     least = chunks * max(layout.pieces, layout.head_parallel)
-    return Dealt(layout, chunks, least + draw(st.integers(0, 5 * least)))
+    return Case(layout, chunks, least + draw(st.integers(0, 5 * least)))

@@ -23,7 +23,7 @@ Views = tuple[Tensor, ...]
 """The parts of one piece in a chunk, along tokens: one of each of its stretches."""
 
 
-class Dealing:
+class AllToAllPieces:
     """One all-to-all of a plan on one rank. Its staging buffers are cut once; a chunk, only where it must be."""
 
     def __init__(self, op: AllToAll, problem: Problem, rank: int, staging: Mapping[StagingUse, Tensors]) -> None:
