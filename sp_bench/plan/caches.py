@@ -20,9 +20,9 @@ from typing import ClassVar
 import numpy as np
 
 from sp_bench.errors import RequestError
+from sp_bench.plan.blocks import Blocks, Part
 from sp_bench.plan.documents import OfLengths
 from sp_bench.plan.layout import LAYOUTS, Layout, Positions, Shards, piece
-from sp_bench.plan.mask import Blocks, Part
 from sp_bench.plan.regions import Region, RegionKind, Regions
 
 KEYS_OF_ALL = 1024

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from sp_bench.plan import assignments
+from sp_bench.plan.blocks import Blocks, Part
 from sp_bench.plan.intervals import Runs, Sight, covered, pair_counts, regions_of_runs, runs_of
 from sp_bench.plan.layout import Positions, Shards
-from sp_bench.plan.mask import Blocks, Mask, Part
+from sp_bench.plan.mask import Mask
 from sp_bench.plan.regions import Regions
 
 

@@ -13,10 +13,11 @@ from functools import cached_property
 from typing import Any
 
 from sp_bench.errors import RequestError, unknown
+from sp_bench.plan.blocks import Blocks
 from sp_bench.plan.caches import Caches
 from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.layout import Layout, Shards
-from sp_bench.plan.mask import CAUSAL, Blocks, Mask
+from sp_bench.plan.mask import CAUSAL, Mask
 from sp_bench.plan.padded_heads import PaddedHeads
 from sp_bench.plan.tensors import Field, Kind, Tensor
 

@@ -46,6 +46,51 @@ Regions = tuple[Region, ...]
 """The unmasked regions of a block; empty if all of it is masked."""
 
 
+def staircase(rows: range, queries: range, columns: range, keys: range) -> list[Region]:
+    """The causal regions between two runs of positions of one stride.
+
+    With positions a + s x and b + s y, query x sees key y where y <= x + (a - b) // s.
+    """
+    assert queries.step == keys.step or 1 in (len(queries), len(keys)), "runs of one stride"
+    ahead = (queries.start - keys.start) // (queries.step if len(queries) > 1 else keys.step)
+    if ahead == -1 and len(rows) == len(columns):
+        return [Region(RegionKind.STRICT, rows, columns)]
+    if ahead >= max(len(columns) - 1, 1) or keys[-1] < queries[0]:
+        return [Region(RegionKind.FULL, rows, columns)]
+    first = max(0, -ahead)
+    """The first query that sees a key."""
+    seen = min(max(ahead, 0), len(columns))
+    """How many keys every query from `first` on sees."""
+    square = max(0, min(len(rows) - first, len(columns) - seen))
+    stairs, beside = rows[first : first + square], columns[seen : seen + square]
+    return [
+        Region(RegionKind.FULL, rows[first:], columns[:seen]),
+        Region(RegionKind.CAUSAL, stairs, beside),
+        Region(RegionKind.FULL, rows[first + square :], columns[seen:]),
+    ]
+
+
+def filled(regions: Iterable[Region]) -> Regions:
+    """The regions that have any pair."""
+    return tuple(region for region in regions if region.pairs > 0)
+
+
+def merged(regions: Regions) -> Regions:
+    """The regions with adjacent FULL rectangles merged: kernels are faster on larger ones."""
+    found: list[Region] = []
+    for region in regions:
+        joined = region
+        for other in [r for r in found if r.kind is region.kind is RegionKind.FULL]:
+            if other.q == joined.q and other.kv.stop == joined.kv.start:
+                found.remove(other)
+                joined = Region(RegionKind.FULL, joined.q, range(other.kv.start, joined.kv.stop))
+            elif other.kv == joined.kv and other.q.stop == joined.q.start:
+                found.remove(other)
+                joined = Region(RegionKind.FULL, range(other.q.start, joined.q.stop), joined.kv)
+        found.append(joined)
+    return tuple(found)
+
+
 def stacks(regions: Iterable[Region], alike: Callable[[Region], object], *, shared: bool = False) -> list[list[Region]]:
     """Regions that one call for variable lengths can take together: alike ones.
 

@@ -179,11 +179,11 @@ def test_all_of_many_hosts_reach_each_other() -> None:
         sockets = [
             namespaces.call_inside(hosts.place_of(i), lambda i=i: stack.enter_context(bound(i))) for i in range(n)
         ]
-        for sender in sockets:
+        for own, sender in zip(addresses, sockets, strict=True):
             for address in addresses:
                 sender.sendto(b"here", (address, port))
-        for receiver in sockets:
-            assert {receiver.recvfrom(8)[1][0] for _ in range(n)} == {*addresses}
+            # Nothing sends a datagram again: few are underway at a time, whatever the kernel's queues hold.
+            assert {receiver.recvfrom(8)[1][0] for receiver in sockets} == {own}
 
 
 OWNER = """
