@@ -44,8 +44,8 @@ def named(record: Record) -> str:
 
 def methods_in_order(names: Iterable[str]) -> list[str]:
     """Each name once: our methods in the registry's order, then others by name."""
-    there = set(names)
-    return [*(name for name in REGISTRY if name in there), *sorted(there - set(REGISTRY))]
+    given = set(names)
+    return [*(name for name in REGISTRY if name in given), *sorted(given - set(REGISTRY))]
 
 
 def samples(record: Record, path: Path) -> pd.DataFrame:

@@ -186,8 +186,8 @@ def command(config: Any, own: Path | None = None) -> str:
 
     config = json.loads(json.dumps(config))  # its keys are text, as those of a record that is read
     groups = {key: value["name"] for key, value in config.items() if isinstance(value, dict) and "name" in value}
-    here = {key: name for key, name in groups.items() if name in choices(key, own)}
-    chosen = tuple(f"{key}={name}" for key, name in here.items() if key != "logger")
+    chosen_groups = {key: name for key, name in groups.items() if name in choices(key, own)}
+    chosen = tuple(f"{key}={name}" for key, name in chosen_groups.items() if key != "logger")
     plain, usual = composed((), own), composed(chosen, own)
     found, beside = [], ""
     for key, value in config.items():
@@ -199,9 +199,9 @@ def command(config: Any, own: Path | None = None) -> str:
             found += _changed(key, value, usual.get(key))
         elif value != plain.get(key):
             found.append(f"{key}={groups[key]}")
-            found += _changed(key, value, usual[key]) if key in here else []
+            found += _changed(key, value, usual[key]) if key in chosen_groups else []
             if groups[key] not in choices(key):
-                beside = f"--config-dir {own} " if key in here else f"{SOMEBODYS} "
+                beside = f"--config-dir {own} " if key in chosen_groups else f"{SOMEBODYS} "
     return beside + " ".join(found)
 
 

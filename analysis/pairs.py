@@ -81,8 +81,8 @@ def read(argument: str, notes: list[str]) -> list[Point]:
         named = git(ROOT, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
         found = [point for made_by, own in by_commit.items() if made_by.startswith(named or commit) for point in own]
         if not found:
-            there = sorted(made_by[:7] for made_by in by_commit)
-            raise RequestError(argument, "has no records", f"{folder}@{there[0]} would work; commits: {there}")
+            commits = sorted(made_by[:7] for made_by in by_commit)
+            raise RequestError(argument, "has no records", f"{folder}@{commits[0]} would work; commits: {commits}")
         return found
     if path.is_dir():
         found = gather([path])

@@ -84,16 +84,16 @@ def _report(arguments: Sequence[str]) -> int:
     given = {**known, **only_keys(arguments, known)}
     if given["study"]:
         study_named(given["study"])
-    there = papers()
-    chosen = list(there) if given["paper"] == "all" else list(dict.fromkeys(given["paper"].split(",")))
+    of_papers = papers()
+    chosen = list(of_papers) if given["paper"] == "all" else list(dict.fromkeys(given["paper"].split(",")))
     for paper in chosen:
-        if paper not in there:
-            raise unknown("paper", paper, [*there, "all"])
+        if paper not in of_papers:
+            raise unknown("paper", paper, [*of_papers, "all"])
     with_notebooks = flag(given, "notebooks")
     if with_notebooks and not all(map(find_spec, ("ipykernel", "nbclient", "nbformat"))):
         works = 'pip install "sp-bench[analysis]", or notebooks=false, would work'
         raise RequestError("notebooks=true", "needs ipykernel, nbclient and nbformat", works)
-    return reproduce([there[paper] for paper in chosen], Path(given["out"]), with_notebooks=with_notebooks)
+    return reproduce([of_papers[paper] for paper in chosen], Path(given["out"]), with_notebooks=with_notebooks)
 
 
 def reproduce(chosen: Sequence[Study], out: Path, *, with_notebooks: bool) -> int:

@@ -73,8 +73,8 @@ def _list(arguments: Sequence[str]) -> int:
 
 def pages(folder: Path, of: Iterable[Study], root: Path = ROOT) -> list[Page]:
     """The pages of these studies in a folder; those whose code has changed most often come first."""
-    there = ((study, path) for study in of if (path := folder / f"{study.name}.md").is_file())
-    found = [_page(path, [study.folder, *map(place, MEASURED_CODE)], root) for study, path in there]
+    made = ((study, path) for study in of if (path := folder / f"{study.name}.md").is_file())
+    found = [_page(path, [study.folder, *map(place, MEASURED_CODE)], root) for study, path in made]
     return sorted(found, key=lambda page: (-page.commits, page.name))
 
 

@@ -107,8 +107,10 @@ BENCHES = {
 
 def kernels(bench: Bench) -> list[BlockKernel]:
     """The kernels that run here, or those of them asked for, in the order of `auto`, without the reference."""
-    here = (bench.device, bench.dtype, bench.head_dim)
-    found = [kernel for kernel in auto_order(bench.device) if kernel.name != "reference" and not kernel.refuses(*here)]
+    setting = (bench.device, bench.dtype, bench.head_dim)
+    found = [
+        kernel for kernel in auto_order(bench.device) if kernel.name != "reference" and not kernel.refuses(*setting)
+    ]
     return [kernel() for kernel in found if bench.kernels is None or kernel.name in bench.kernels]
 
 
@@ -318,10 +320,12 @@ def requested(arguments: Sequence[str]) -> Bench:
     bench = BENCHES[device]
     if names == KEYS["kernels"]:
         return bench
-    here = [kernel.name for kernel in kernels(bench)]
+    running = [kernel.name for kernel in kernels(bench)]
     for name in names.split(","):
-        if name not in here:
-            raise RequestError(f"kernels={names}", f"{name} doesn't run here", f"of {', '.join(here)}, any would work")
+        if name not in running:
+            raise RequestError(
+                f"kernels={names}", f"{name} doesn't run here", f"of {', '.join(running)}, any would work"
+            )
     return replace(bench, kernels=tuple(names.split(",")))
 
 

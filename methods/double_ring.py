@@ -134,12 +134,12 @@ def pass_rounds_on(
 
     `block(i, index)` is what computes with chunk `index` of slice i; `lanes` are names for chunks and sums.
     """
-    there, behind = lanes
+    ahead, behind = lanes
     arriving = []
     for r in range(outer(moved[0]).group.size):
         lines = [inner(chunk, r) for chunk in partial]
         for s in range(lines[0].group.size):
-            _receive(steps, moved, r, s, there)
+            _receive(steps, moved, r, s, ahead)
             sums = [reduce_next(line, s - 2, _lane(f"inner {behind}", i)) for i, line in enumerate(lines) if s >= 2]
             steps.do(*(hop for hop, _ in sums))
             for i, line in enumerate(lines):

@@ -257,9 +257,9 @@ def relay_rows_backward(
         blocks = Gathered(tuple(AttendBackward(odoq, kv.at(u), dq, dkv.at(u)) for u in members))
         steps.do(*relayed.casts(s, kv, odoq), blocks, *due.pop(s, ()))
         for own in relayed.owns[s]:
-            here = dkv.at(own)
-            steps.do(GroupReduce("dkv", here, relayed.beside(own), odoq))
-            due.setdefault(s + 1, []).append(Fold(here.arriving(), here))
+            sums = dkv.at(own)
+            steps.do(GroupReduce("dkv", sums, relayed.beside(own), odoq))
+            due.setdefault(s + 1, []).append(Fold(sums.arriving(), sums))
         if across := relayed.across[s]:
             due[s + 1].append(GroupReduce("outer dkv", dkv, across, odoq, s))
             due.setdefault(s + 2, []).append(Fold(dkv.arriving(s), dkv))

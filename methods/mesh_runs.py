@@ -43,11 +43,11 @@ def _next_run(tile: Tile, most: int, *, columns: bool = False) -> list[Block]:
     They are of the first row, in order of priority, that has as many, or of the one that has the most.
     """
     lines, left = (tile.columns, tile.unfinished_columns) if columns else (tile.rows, tile.unfinished_rows)
-    here, across = tile.q_received, tile.kv_received
+    along, across = tile.q_received, tile.kv_received
     if columns:
-        here, across = across, here
+        along, across = across, along
     best: tuple[int, list[int]] = (0, [])
-    for line in own_last(left & first_bits(here + 1)):
+    for line in own_last(left & first_bits(along + 1)):
         run = _first_run(lines[line] & first_bits(across + 1), most)
         best = max(best, (line, run), key=lambda found: len(found[1]))
         if len(run) == most:

@@ -208,5 +208,5 @@ def _count(number: int, what: str) -> str:
 
 def _short(path: Path) -> str:
     """The path, from the working directory if it is below."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    folder = Path.cwd()
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)

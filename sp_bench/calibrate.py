@@ -156,10 +156,10 @@ def _setting(options: dict[str, Any]) -> Setting:
 
 
 def _device(options: dict[str, Any]) -> str:
-    device, here = read(AskedDevice, options["device"], "device"), gpus_here()
+    device, gpus = read(AskedDevice, options["device"], "device"), gpus_here()
     if device == "auto":
-        return "cuda" if here and options["cluster"] is None else "cpu"
-    if device == "cuda" and not here:
+        return "cuda" if gpus and options["cluster"] is None else "cpu"
+    if device == "cuda" and not gpus:
         cores = cores_here()
         has = f"this machine has no GPU, but {cores} CPU core{'' if cores == 1 else 's'}"
         raise RequestError("device=cuda", has, "device=cpu would work")

@@ -294,8 +294,8 @@ def _one_slice(facts: _Facts, where: _Where | str, chunks: Sequence[Chunk]) -> N
     for chunk in chunks:
         (keys if chunk.tensor.of_keys else queries).add(chunk.heads)
     wanted = {slice_ // problem.query_parts for slice_ in queries} or keys
-    there = queries <= set(range(problem.head_slices)) and keys <= set(range(problem.key_slices))
-    if len(queries) > 1 or len(wanted | keys) > 1 or not there:
+    exist = queries <= set(range(problem.head_slices)) and keys <= set(range(problem.key_slices))
+    if len(queries) > 1 or len(wanted | keys) > 1 or not exist:
         raise PlanError(f"{where}: mixes slices of heads, or takes one beyond {problem.head_slices}")
 
 
@@ -496,9 +496,11 @@ def _tree_reduce(facts: _Facts, op: TreeReduce, where: _Where | str) -> None:
         sent = slice(each.first, each.first + each.owners)
         target = each.group.member(facts.ranks, each.shift)
         for place in (each.first, each.first + each.owners - 1):
-            there = op.place(target, op.owner(facts.ranks, place))
-            if (rank := _first(there != place - each.first)) is not None:
-                raise PlanError(f"{where}: rank {rank} sends {place} places ahead, which is {there[rank]} from there")
+            place_of = op.place(target, op.owner(facts.ranks, place))
+            if (rank := _first(place_of != place - each.first)) is not None:
+                raise PlanError(
+                    f"{where}: rank {rank} sends {place} places ahead, which is {place_of[rank]} from there"
+                )
         if not held[sent].all() or each.owners > each.first:
             raise PlanError(f"{where}: sends what is no longer there, in {each}")
         held[: each.owners] += held[sent]
@@ -552,8 +554,8 @@ def _row_sums(facts: _Facts, op: RowSums, where: _Where | str) -> None:
         raise PlanError(f"{where}: only odoq makes a doq, and only doq an odoq")
     _one_slice(facts, where, (*op.parts, op.into))
     source = facts.content[op.parts[0]]
-    there = source != NOTHING
-    if (rank := _first(there & (facts.owner(op.into) != source))) is not None:
+    made = source != NOTHING
+    if (rank := _first(made & (facts.owner(op.into) != source))) is not None:
         raise PlanError(f"{where}: on rank {rank}, the parts are of different chunks")
     facts.content[op.into] = source
     facts.rows[op.into] = facts.rows_of(op.parts[0])
@@ -565,11 +567,11 @@ def _count_block(
     """Record that the block of each rank with chunk `counterpart`, or a part of it, is folded into `into`."""
     blocks = facts.partial(into)
     word, bit = facts.bit(counterpart, facts.parts(into), part)
-    there, bit = facts.ranks * blocks.shape[1] + word, bit if facts.sees_all else np.where(visible, bit, np.uint64(0))
-    old = blocks.reshape(-1)[there]
+    cells, bit = facts.ranks * blocks.shape[1] + word, bit if facts.sees_all else np.where(visible, bit, np.uint64(0))
+    old = blocks.reshape(-1)[cells]
     if (rank := _first((old & bit) != 0)) is not None:
         raise PlanError(f"{where}: on rank {rank}, block ({into}, chunk {counterpart[rank]}) is computed twice")
-    blocks.reshape(-1)[there] = old | bit
+    blocks.reshape(-1)[cells] = old | bit
     facts.last[into] = where
 
 
@@ -713,8 +715,8 @@ def _complete(facts: _Facts, plan: Plan) -> None:
         for counterpart in range(chunks):
             mine, other = facts.ranks, np.full(facts.problem.n, counterpart * degree)
             needed = facts.sees(other, mine) if chunk.tensor == DKV else facts.sees(mine, other)
-            there = done[:, counterpart * parts : (counterpart + 1) * parts].all(axis=1)
-            if (rank := _first(needed & ~there)) is not None:
+            done_all = done[:, counterpart * parts : (counterpart + 1) * parts].all(axis=1)
+            if (rank := _first(needed & ~done_all)) is not None:
                 raise PlanError(f"the end of the plan: {chunk} of rank {rank} lacks its block with chunk {counterpart}")
     for chunk, blocks in facts.blocks.items():
         if (rank := _first(blocks.any(axis=1))) is not None:

@@ -136,10 +136,10 @@ def steps(folder: Path, *, device: str, ranks: int, cluster: str, quick: bool) -
     """The steps of a first hour in order."""
     shape, launch = SHAPES[device, quick], launched()
     conf = folder / "conf"
-    here = ("--config-dir", str(conf), "cluster=here")
+    cluster_keys = ("--config-dir", str(conf), "cluster=here")
     if device == "cuda" and launch and launch.ranks_here < ranks:
-        here += (f"cluster.gpus_per_node={launch.ranks_here}",)
-    common = (*here, *shape.keys, "logger=none", f"device={device}")
+        cluster_keys += (f"cluster.gpus_per_node={launch.ranks_here}",)
+    common = (*cluster_keys, *shape.keys, "logger=none", f"device={device}")
     methods = ",".join(name for name in REGISTRY if name != "reference")
     several = "method=ring" if ranks == 1 else f"method={methods}"
     exact = (f"seqlen={shape.exact_tokens * ranks}", "mask=causal,full", "iters=1", "warmup=0", "parts=false")

@@ -71,13 +71,13 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
 def _of_torchrun(environment: Mapping[str, str]) -> Launch:
     keys = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     n = int(environment["WORLD_SIZE"])
-    here = int(environment.get("LOCAL_WORLD_SIZE", n))
+    local_ranks = int(environment.get("LOCAL_WORLD_SIZE", n))
     return Launch(
         by="torchrun",
         rank=int(environment["RANK"]),
         n=n,
-        ranks_by_node=(here,) * (n // here),
-        ranks_here=here,
+        ranks_by_node=(local_ranks,) * (n // local_ranks),
+        ranks_here=local_ranks,
         cores_here=cores_here(),
         address=environment.get("MASTER_ADDR", "localhost"),
         name="/".join(environment.get(key, "") for key in keys),

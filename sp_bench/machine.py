@@ -45,9 +45,9 @@ def has_bfloat16() -> bool:
 
 def gpus_here(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
     """The number of NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible, counted in `devices` without a driver."""
-    there = sum(1 for _ in devices.glob("nvidia[0-9]*"))
+    gpus = sum(1 for _ in devices.glob("nvidia[0-9]*"))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    return there if visible is None else min(there, len([name for name in visible.split(",") if name.strip()]))
+    return gpus if visible is None else min(gpus, len([name for name in visible.split(",") if name.strip()]))
 
 
 def gpus_and_driver() -> list[str]:

@@ -95,8 +95,8 @@ def serve(find: Find, title: str, port: int, own: Path | None = None) -> int:
             f"port={port}", f"can't be used ({error.strerror})", "port=0, any free one, would work"
         ) from None
     with server:
-        here = f"{server.server_port}:{HOST}:{server.server_port}"
-        print(f"{server.address}  (Ctrl-C ends it; from elsewhere: ssh -L {here} THIS_MACHINE)", flush=True)
+        forward = f"{server.server_port}:{HOST}:{server.server_port}"
+        print(f"{server.address}  (Ctrl-C ends it; from elsewhere: ssh -L {forward} THIS_MACHINE)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

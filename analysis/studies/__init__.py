@@ -166,18 +166,18 @@ def _shown(made: Section | Figure | Sequence[Mapping[str, object]] | str, pictur
 
 def studies() -> dict[str, Study]:
     """All studies by name: each folder with a page."""
-    folders = [page.parent for here in __path__ for page in Path(here).glob("*/page.md")]
+    folders = [page.parent for root in __path__ for page in Path(root).glob("*/page.md")]
     return {folder.name: Study(folder) for folder in sorted(folders)}
 
 
 def papers() -> dict[str, Study]:
     """The studies of the report, in its order."""
-    there = [study for study in studies().values() if "report" in study.facts]
-    return {study.name: study for study in sorted(there, key=lambda study: int(study.facts["report"]))}
+    reported = [study for study in studies().values() if "report" in study.facts]
+    return {study.name: study for study in sorted(reported, key=lambda study: int(study.facts["report"]))}
 
 
 def study_named(name: str) -> Study:
     """A study by its name. Raises RequestError if there is none."""
-    if name not in (there := studies()):
-        raise unknown("study", name, there)
-    return there[name]
+    if name not in (known := studies()):
+        raise unknown("study", name, known)
+    return known[name]

@@ -182,16 +182,18 @@ def answers(
 
         found: dict[int, Answer] = {}
         for number, (tried, (i, name)) in enumerate(zip(mapped(_tried, each_composed()), asked, strict=True)):
-            here = found.setdefault(i, Answer(configs[number]))
+            answer = found.setdefault(i, Answer(configs[number]))
             if isinstance(tried, RequestError):
-                here.refused[name] = str(tried)
+                answer.refused[name] = str(tried)
             else:
-                here.feasible.append(tried)
-                here.refused |= _too_large(tried, memory_bytes)
-            done(Done(name, number + 1, len(asked), None if name in here.refused else here.feasible[-1].time.step_ms))
-    for here in found.values():
-        here.feasible = [each for each in here.feasible if each.method.name not in here.refused]
-        here.feasible.sort(key=_step_ms)
+                answer.feasible.append(tried)
+                answer.refused |= _too_large(tried, memory_bytes)
+            done(
+                Done(name, number + 1, len(asked), None if name in answer.refused else answer.feasible[-1].time.step_ms)
+            )
+    for answer in found.values():
+        answer.feasible = [each for each in answer.feasible if each.method.name not in answer.refused]
+        answer.feasible.sort(key=_step_ms)
     return [found[i] for i in range(len(questions))]
 
 

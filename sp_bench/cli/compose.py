@@ -127,13 +127,13 @@ class Composer(ExitStack):
             raise RequestError(" ".join(overrides), what, "a plain value would work") from None
         assert isinstance(composed, dict)
         resolved: dict[str, Any] = content | {str(key): value for key, value in composed.items()}
-        here = resolved["cluster"].get("this_machine") is True
+        on_this_machine = resolved["cluster"].get("this_machine") is True
         if resolved["workload"] in WORKLOADS:
-            resolved |= WORKLOADS[resolved["workload"]].filled(resolved, here=here)
+            resolved |= WORKLOADS[resolved["workload"]].filled(resolved, here=on_this_machine)
         if resolved["seqlen"] is None:
-            resolved["seqlen"] = SEQLEN_HERE if here else SEQLEN
+            resolved["seqlen"] = SEQLEN_HERE if on_this_machine else SEQLEN
         if resolved["dtype"] is None:
-            on_cpus = here and (resolved["device"] == "cpu" or not self._gpus)
+            on_cpus = on_this_machine and (resolved["device"] == "cpu" or not self._gpus)
             resolved["dtype"] = DTYPE_HERE if on_cpus else DTYPE
         if resolved["phase"] is None:
             resolved["phase"] = PHASE

@@ -122,9 +122,9 @@ def print_candidates(console: Console, record: Record, *, every: bool) -> None:
     for row in shown:
         time = f"{number(row['step_ms'], 4)}" if row["step_ms"] is not None else f">= {number(row['bound_ms'], 4)}"
         time = row.get("refused") or time
-        here = (row["variant"] or None, row.get("layout", record.layout)) == (record.variant, record.layout)
+        is_chosen = (row["variant"] or None, row.get("layout", record.layout)) == (record.variant, record.layout)
         names = [row["variant"], row["layout"] if layouts > 1 else ""]
-        cells.append(f"{' '.join(filter(None, names))}{'*' * here} {time}")
+        cells.append(f"{' '.join(filter(None, names))}{'*' * is_chosen} {time}")
     head = f"variants: {len(candidates)}, the fastest in ms: "
     if every:
         bounds = " (>=: its bound is above the best)" if len(known) < len(candidates) else ""

@@ -138,11 +138,15 @@ def _placed(group: Group, network: Network) -> _Placed:
     for members in np.lexsort((network.gpu, first)).reshape(-1, group.size):
         _, starts = np.unique(network.node_of(members), return_index=True)
         parts = np.split(members, starts[1:])
-        for here, there in zip(parts, [*parts[1:], parts[0]], strict=True):
-            on_node[here], nodes[here], beyond[here] = here.size, len(parts), there[np.arange(here.size) % there.size]
-            beside += [ranks.copy() for _ in range(here.size - 1 - len(beside))]
-            for places, other in enumerate(beside[: here.size - 1], 1):
-                other[here] = np.roll(here, -places)
+        for part, next_part in zip(parts, [*parts[1:], parts[0]], strict=True):
+            on_node[part], nodes[part], beyond[part] = (
+                part.size,
+                len(parts),
+                next_part[np.arange(part.size) % next_part.size],
+            )
+            beside += [ranks.copy() for _ in range(part.size - 1 - len(beside))]
+            for places, other in enumerate(beside[: part.size - 1], 1):
+                other[part] = np.roll(part, -places)
     return _Placed(on_node, nodes, tuple(beside), beyond)
 
 

@@ -263,15 +263,15 @@ class DeviceCosts:
         kind, q_tokens, kv_tokens, pairs = (np.concatenate(each) for each in zip(*works, strict=True))
         outer, total_s = q_tokens if phase == "forward" else kv_tokens, np.zeros(len(works))
         for call in range(3):
-            here, mask = kind == call, "causal" if call else "full"
-            there, of = np.unique(number[here], return_inverse=True)
-            whole, longest = np.bincount(of, outer[here]), np.zeros(there.size)
-            np.maximum.at(longest, of, outer[here])
-            each_s = kernel.pieces_s(mask, q_tokens[here], kv_tokens[here], pairs[here], whole[of])
+            of_call, mask = kind == call, "causal" if call else "full"
+            blocks, of = np.unique(number[of_call], return_inverse=True)
+            whole, longest = np.bincount(of, outer[of_call]), np.zeros(blocks.size)
+            np.maximum.at(longest, of, outer[of_call])
+            each_s = kernel.pieces_s(mask, q_tokens[of_call], kv_tokens[of_call], pairs[of_call], whole[of])
             alone_s = np.bincount(of, each_s)
             several_s = alone_s / kernel.factor(mask)
-            total_s[there] += self.repeats_s(problem, phase, np.bincount(of, kv_tokens[here]))
-            total_s[there] += self.launch_s + kernel.call_s(alone_s, several_s, np.bincount(of), whole, longest)
+            total_s[blocks] += self.repeats_s(problem, phase, np.bincount(of, kv_tokens[of_call]))
+            total_s[blocks] += self.launch_s + kernel.call_s(alone_s, several_s, np.bincount(of), whole, longest)
         return total_s
 
     def caches_s(self, problem: Problem, queries: Sequence[int] | np.ndarray) -> np.ndarray:

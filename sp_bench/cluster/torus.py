@@ -21,14 +21,14 @@ def hops(shape: Sequence[int], wrap: bool, a: np.ndarray, b: np.ndarray) -> list
     node = int(np.prod(shape))
     found, first = [], 2 * len(shape) * (a // node * node)
     at = list(np.unravel_index(a % node, shape))
-    for dimension, (size, there) in enumerate(zip(shape, np.unravel_index(b % node, shape), strict=True)):
-        distance = there - at[dimension]
+    for dimension, (size, target) in enumerate(zip(shape, np.unravel_index(b % node, shape), strict=True)):
+        distance = target - at[dimension]
         if wrap:
             distance = (distance + size // 2) % size - size // 2
         way = np.sign(distance)
         for _ in range(size // 2 if wrap else size - 1):
-            here = np.ravel_multi_index(at, shape)
-            moves = at[dimension] != there
-            found.append(np.where(moves, first + 2 * (len(shape) * here + dimension) + (way < 0), -1))
+            node_at = np.ravel_multi_index(at, shape)
+            moves = at[dimension] != target
+            found.append(np.where(moves, first + 2 * (len(shape) * node_at + dimension) + (way < 0), -1))
             at[dimension] = (at[dimension] + moves * way) % size
     return found

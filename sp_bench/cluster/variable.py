@@ -101,19 +101,19 @@ def calls_s(kernel: Kernel, pieces: Pieces, pairs: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=64)
 def blocks_s(kernel: Kernel, blocks: PackBlocks) -> np.ndarray:
     """Seconds of the kernel call of each block of a pack, without launches: (classes,)."""
-    there = np.flatnonzero(blocks.pairs > 0)
+    computed = np.flatnonzero(blocks.pairs > 0)
     found, number = np.zeros(blocks.classes), np.full(blocks.classes, -1)
-    number[there] = np.arange(there.size)
+    number[computed] = np.arange(computed.size)
     groups = []
-    for queries, keys in _by_length(blocks, there.size):
+    for queries, keys in _by_length(blocks, computed.size):
         asking, asked = (queries > 0).astype(float), (keys > 0).astype(float)
         count = (asking.T @ asked).ravel()
-        here = np.flatnonzero((count > 0) & (number >= 0))
+        filled = np.flatnonzero((count > 0) & (number >= 0))
         sums = (queries.T @ asked, asking.T @ keys)
-        q_tokens, kv_tokens = (each.ravel()[here] / count[here] for each in sums)
-        groups.append(Pieces(number[here], count[here], q_tokens, kv_tokens))
+        q_tokens, kv_tokens = (each.ravel()[filled] / count[filled] for each in sums)
+        groups.append(Pieces(number[filled], count[filled], q_tokens, kv_tokens))
     pieces = Pieces(*map(np.concatenate, zip(*groups, strict=True)))
-    found[there] = calls_s(kernel, pieces, blocks.pairs[there].astype(float))
+    found[computed] = calls_s(kernel, pieces, blocks.pairs[computed].astype(float))
     return found
 
 

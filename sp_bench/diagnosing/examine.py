@@ -53,8 +53,8 @@ class Examination:
 
 def examine(ranks: int, launch: Launch | None, device: str, dtypes: Sequence[str], head_dim: int) -> Examination:
     """Examine the hosts of `launch`, or this one with so many ranks. `device` is cpu or cuda."""
-    load, here = os.getloadavg()[0], gpus_here()
-    found = judge_software(here)
+    load, gpus = os.getloadavg()[0], gpus_here()
+    found = judge_software(gpus)
     if not measures(found):
         return Examination(findings=[*found, SIMULATED])
     with _Ward(ranks, launch, device) as ward:

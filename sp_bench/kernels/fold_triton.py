@@ -128,9 +128,9 @@ def _merge_kernel(
     total = tl.full((TOKENS,), 0.0, tl.float32)
     merged = tl.full((TOKENS, HEAD_DIM), 0.0, tl.float32)
     for i in range(parts):
-        here = rows & (tl.full((TOKENS,), 0, tl.int32) + i != own)
-        new = tl.load(lse_at, mask=here, other=float("-inf"))
-        y = tl.load(out_at, mask=cells & here[:, None], other=0.0).to(tl.float32)
+        others = rows & (tl.full((TOKENS,), 0, tl.int32) + i != own)
+        new = tl.load(lse_at, mask=others, other=float("-inf"))
+        y = tl.load(out_at, mask=cells & others[:, None], other=0.0).to(tl.float32)
         larger = tl.maximum(most, new)
         base = tl.where(larger == float("-inf"), 0.0, larger)
         kept, weight = tl.exp(most - base), tl.exp(new - base)

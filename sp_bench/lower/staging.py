@@ -208,7 +208,8 @@ def goes_in_place(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) ->
     chunk = op.recv if op.to_heads else op.send
     held = (problem.field_dtype(field, wire=False, summed=chunk not in unsummed) for field in chunk.tensor.fields)
     sent = (problem.field_dtype(field, wire=True) for field in by_heads(op))
-    as_held = all(here == there for here, there in zip(held, sent, strict=False))  # a partial's statistics stay
+    # A partial's statistics stay.
+    as_held = all(held_dtype == sent_dtype for held_dtype, sent_dtype in zip(held, sent, strict=False))
     return as_held and problem.batch == 1 and problem.shards_of(chunk.tensor).in_runs
 
 

@@ -175,8 +175,8 @@ class Peer(ABC):
 
     def refuse_device(self, device: str) -> None:
         """Raise RequestError if its kernel can't compute on cpu or cuda: a stand-in has flash_attn's place on CPUs."""
-        there = importlib.util.find_spec("flash_attn")
-        itself = there is not None and there.name == "flash_attn"
+        spec = importlib.util.find_spec("flash_attn")
+        itself = spec is not None and spec.name == "flash_attn"
         if device == "cpu" and itself:
             rule = "flash_attn is installed here, and takes no tensors of a CPU"
             would_work = (

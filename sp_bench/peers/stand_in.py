@@ -31,8 +31,8 @@ KERNEL = KERNELS["aten_cpu"]()
 def install() -> None:
     """Make `import flash_attn` find this module in this process, unless the package itself is installed."""
     if importlib.util.find_spec("flash_attn") is None:
-        here = sys.modules[__name__]
-        sys.modules |= {"flash_attn": here, "flash_attn.flash_attn_interface": here}
+        module = sys.modules[__name__]
+        sys.modules |= {"flash_attn": module, "flash_attn.flash_attn_interface": module}
 
 
 # flash_attn's signatures: peers pass arguments by position and by name, and look up names and defaults.

@@ -146,9 +146,9 @@ def _assigned(assignment: TokenAssignment, chunks: int) -> tuple[Positions, ...]
 def _runs(assignment: TokenAssignment, chunks: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """The pieces of each chunk in order, neighbours joined, without empty ones."""
     pieces = ASSIGNMENTS[assignment.name](assignment, chunks)
-    there = np.flatnonzero(pieces.stop > pieces.start)
-    there = there[np.lexsort((pieces.start[there], pieces.chunk[there]))]
-    chunk, start, stop = (each[there] for each in pieces)
+    filled = np.flatnonzero(pieces.stop > pieces.start)
+    filled = filled[np.lexsort((pieces.start[filled], pieces.chunk[filled]))]
+    chunk, start, stop = (each[filled] for each in pieces)
     begins = np.flatnonzero(np.append(True, (chunk[1:] != chunk[:-1]) | (start[1:] != stop[:-1])))
     chunk, start, stop = chunk[begins], start[begins], stop[np.append(begins[1:], chunk.size) - 1]
     ends = np.searchsorted(chunk, np.arange(1, chunks))

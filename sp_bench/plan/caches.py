@@ -354,10 +354,10 @@ class CacheBlocks(Blocks):
         """
         shape = (len(self.mask.lengths), self.mask.new)
         rows = self.rows[np.asarray(queries)].sum(axis=0).reshape(shape)
-        there = (rows > 0)[:, :, None]
+        computed = (rows > 0)[:, :, None]
         stops, firsts = self._before(self._stops), self._before(self._firsts)
         most = int(stops.max(initial=0))
-        keys = (stops * there).max(axis=1) - np.where(there, firsts, most).min(axis=1)
+        keys = (stops * computed).max(axis=1) - np.where(computed, firsts, most).min(axis=1)
         return rows.sum(axis=1), np.maximum(keys, 0)
 
     def least_moved(self, per_query: float, per_key: float) -> float:

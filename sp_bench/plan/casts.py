@@ -115,11 +115,11 @@ class Casts:
         return self._relayed[relays]
 
     def _counted(self, seen: np.ndarray) -> np.ndarray:
-        found, there = np.zeros((len(seen), self.chunks), np.int64), self._segments
-        order = np.argsort(there.owner, kind="stable")
-        first = np.flatnonzero(np.diff(there.owner[order], prepend=-1))
-        tokens = seen[:, order] * there.tokens[order].astype(np.int32)
-        found[:, there.owner[order][first]] = np.add.reduceat(tokens, first, axis=1)
+        found, segments = np.zeros((len(seen), self.chunks), np.int64), self._segments
+        order = np.argsort(segments.owner, kind="stable")
+        first = np.flatnonzero(np.diff(segments.owner[order], prepend=-1))
+        tokens = seen[:, order] * segments.tokens[order].astype(np.int32)
+        found[:, segments.owner[order][first]] = np.add.reduceat(tokens, first, axis=1)
         return found
 
     def rows(self, queries: int, keys: int, relays: int = 1) -> np.ndarray:
@@ -129,8 +129,8 @@ class Casts:
         count = self.counts_for(relays)[queries, keys]
         if self.whole or not count:  # none as of most pairs where documents are short
             return np.arange(count)
-        here = self._segments_of(queries, keys, relays)
-        return _runs(self._segments.row[here], self._segments.tokens[here])
+        indices = self._segments_of(queries, keys, relays)
+        return _runs(self._segments.row[indices], self._segments.tokens[indices])
 
     def keys(self, queries: int, members: tuple[int, ...], relays: int = 1) -> Keys:
         """The rows that queries of a chunk see of several key chunks, as they lie behind each other; of their own chunk
@@ -176,8 +176,8 @@ class Casts:
                 count = self.counts_for(relays)[of.queries, keys]
                 tokens = np.clip(count - np.cumsum(tokens) + tokens, 0, tokens)
             return start[tokens > 0], tokens[tokens > 0]
-        here = self._of_owner[keys] if all_of_it else self._segments_of(of.queries, keys, relays)
-        return self._segments.start[here], self._segments.tokens[here]
+        indices = self._of_owner[keys] if all_of_it else self._segments_of(of.queries, keys, relays)
+        return self._segments.start[indices], self._segments.tokens[indices]
 
     def works(
         self, queries: np.ndarray, members: np.ndarray, relays: int = 1, *, forward: bool
@@ -227,8 +227,8 @@ class Casts:
 
     def _segments_of(self, queries: int, keys: int, relays: int) -> np.ndarray:
         seen = self._seen[queries] if relays == 1 else self._for(relays)[0][queries // relays]
-        here = self._of_owner[keys]
-        return here[seen[here]]
+        indices = self._of_owner[keys]
+        return indices[seen[indices]]
 
     @cached_property
     def _of_owner(self) -> list[np.ndarray]:

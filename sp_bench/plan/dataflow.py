@@ -60,7 +60,7 @@ def dataflow(plan: Plan) -> Dataflow:
 def _values(plan: Plan) -> tuple[Values, Values, dict[Chunk, Value]]:
     """The values that each operation reads and writes, and the last one of each chunk."""
     newest = {chunk: Value(chunk, 0) for chunk in plan.starts_with}
-    given, there = frozenset(newest), set(newest)
+    given, held = frozenset(newest), set(newest)
     bundled: dict[Value, tuple[Value, ...]] = {}
     reads, writes = [], []
     for index, op in plan:
@@ -68,26 +68,26 @@ def _values(plan: Plan) -> tuple[Values, Values, dict[Chunk, Value]]:
             raise PlanError(f"operation {index}, {op}: {BLOCKS} is no lane")
         reading = op.reads
         for chunk in reading:
-            if chunk not in there:
+            if chunk not in held:
                 gone = "that was sent on or folded already" if chunk in newest else "before anything has put it there"
                 raise PlanError(f"operation {index}, {op}: reads {chunk} {gone}")
         read = tuple([newest[chunk] for chunk in reading])
         reads.append((*read, *(part for value in read for part in bundled.get(value, ()))) if bundled else read)
         if isinstance(op, Fold | Transfer):  # a partial is folded or sent on once
-            there -= {chunk for chunk in reading if chunk.tensor.is_partial and chunk not in plan.kept}
+            held -= {chunk for chunk in reading if chunk.tensor.is_partial and chunk not in plan.kept}
         writing = op.writes
         for chunk in writing:
             if chunk in given:
                 raise PlanError(f"operation {index}, {op}: receives over {chunk}, which the rank has already")
-            if isinstance(op, Transfer) or chunk not in there:
+            if isinstance(op, Transfer) or chunk not in held:
                 last = newest.get(chunk)
                 newest[chunk] = Value(last.chunk, last.version + 1) if last else Value(chunk, 0)
-                there.add(chunk)
+                held.add(chunk)
         writes.append(tuple([newest[chunk] for chunk in writing]))
         if isinstance(op, Bundle):
             bundled[writes[-1][0]] = reads[-1]
     for chunk in plan.ends_with:
-        if chunk not in there:
+        if chunk not in held:
             raise PlanError(f"the end of the plan: its output {chunk} was never computed, or sent on")
     return tuple(reads), tuple(writes), newest
 

@@ -251,9 +251,9 @@ class _Found:
                 wanted = self.wanted.get(index) if op.is_pass else None
                 sends = everyone if wanted is None else _peers(wanted, op.onward)
                 for chunk in op.partials:
-                    there = touched.get(chunk, 0)
-                    found[chunk] = found.get(chunk, 0) | (sends & ~there)
-                    touched[chunk] = there if chunk in kept else 0
+                    bits = touched.get(chunk, 0)
+                    found[chunk] = found.get(chunk, 0) | (sends & ~bits)
+                    touched[chunk] = bits if chunk in kept else 0
                 for chunk in op.writes:
                     touched[chunk] = everyone
             elif isinstance(op, _Fold):

@@ -135,8 +135,8 @@ def _below(keys: Sequence[Runs], positions: np.ndarray) -> np.ndarray:
     counted = np.bincount(cells, stop - start, (at.size + 1) * len(keys))[: at.size * len(keys)]
     found = counted.astype(np.int64).reshape(-1, len(keys)).cumsum(axis=0)
     last = np.searchsorted(start, at, "left") - 1
-    there = np.flatnonzero(last >= 0)
-    found[there, owner[last[there]]] -= np.maximum(stop[last[there]] - at[there], 0)
+    after_a_run = np.flatnonzero(last >= 0)
+    found[after_a_run, owner[last[after_a_run]]] -= np.maximum(stop[last[after_a_run]] - at[after_a_run], 0)
     return found.T[:, of]
 
 
@@ -246,8 +246,8 @@ def _regions(strips: Strips, blocks: int) -> list[Regions]:
     falls, rises = move >= 2, move % 2 == 1
     low, high = first + size * falls, stop - (rises & ~falls)
     # Up to three of each strip: the triangle of its own kind, the rectangle, and the last triangle of a band.
-    there = np.flatnonzero(np.stack([falls | rises, low < high, falls & rises & (size > 1)], axis=1).ravel())
-    strip, part = np.divmod(there, 3)
+    present = np.flatnonzero(np.stack([falls | rises, low < high, falls & rises & (size > 1)], axis=1).ravel())
+    strip, part = np.divmod(present, 3)
     block, row, size, first, stop, low, high, falls = (
         x[strip] for x in (block, row, size, first, stop, low, high, falls)
     )
@@ -335,9 +335,9 @@ def pair_counts(
         high = min(low + RUNS_AT_ONCE, starts.size)
         more = np.zeros((chunks, high - low), np.int64)
         for sign, cells, counts in changes:
-            here = slice(*np.searchsorted(cells, (low * chunks, high * chunks)))
-            run, chunk = np.divmod(cells[here], chunks)
-            more[chunk, run - low] += sign * counts[here]
+            in_group = slice(*np.searchsorted(cells, (low * chunks, high * chunks)))
+            run, chunk = np.divmod(cells[in_group], chunks)
+            more[chunk, run - low] += sign * counts[in_group]
         more[:, 0] += seeing
         more.cumsum(axis=1, out=more)
         seeing = more[:, -1].copy()

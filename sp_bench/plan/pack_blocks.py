@@ -181,11 +181,13 @@ class PackBlocks(Blocks):
         low, high = self.mask.edges[longest : longest + 2]
         first, last = [], []
         for start, stop, step in self._runs:
-            here = slice(np.searchsorted(stop, low, "right"), np.searchsorted(start, high))
-            if here.start >= here.stop:
+            overlapping = slice(np.searchsorted(stop, low, "right"), np.searchsorted(start, high))
+            if overlapping.start >= overlapping.stop:
                 return False
-            first.append(start[here][0] + max(-((start[here][0] - low) // step), 0) * step)
-            last.append(start[here][-1] + (min(stop[here][-1], high) - 1 - start[here][-1]) // step * step)
+            first.append(start[overlapping][0] + max(-((start[overlapping][0] - low) // step), 0) * step)
+            last.append(
+                start[overlapping][-1] + (min(stop[overlapping][-1], high) - 1 - start[overlapping][-1]) // step * step
+            )
         return max(first) <= min(last) if self.mask.causal else bool(np.less_equal(first, last).all())
 
     @cached_property
@@ -204,9 +206,9 @@ class PackBlocks(Blocks):
         begins, ends = (np.searchsorted(cells, keys, "right") for keys in (first, behind - 1))
         found = np.empty((self.chunks, self.chunks))
         for each in range(self.chunks):
-            there = np.bincount(begins[chunk == each] - 1, minlength=cells.size + 1)
-            there -= np.bincount(ends[chunk == each], minlength=cells.size + 1)
-            seen = np.cumsum(there[:-1]) > 0
+            changes = np.bincount(begins[chunk == each] - 1, minlength=cells.size + 1)
+            changes -= np.bincount(ends[chunk == each], minlength=cells.size + 1)
+            seen = np.cumsum(changes[:-1]) > 0
             found[each] = np.bincount(of_cells[seen], tokens[seen], self.chunks)
         return found.ravel()
 
@@ -251,8 +253,8 @@ class PackBlocks(Blocks):
     def shapes(self) -> Shapes:
         """The mean pieces of each block. A kernel call takes them together."""
         queries, keys = self.tokens_of_documents.astype(float), self.keys_of_documents.astype(float)
-        asking, there = (queries > 0).astype(float), (keys > 0).astype(float)
-        pieces, q_tokens, kv_tokens = asking.T @ there, queries.T @ there, asking.T @ keys
+        asking, seen = (queries > 0).astype(float), (keys > 0).astype(float)
+        pieces, q_tokens, kv_tokens = asking.T @ seen, queries.T @ seen, asking.T @ keys
         divided = np.maximum(pieces, 1)
         return Shapes(pieces.ravel(), (q_tokens / divided).ravel(), (kv_tokens / divided).ravel())
 

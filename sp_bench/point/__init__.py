@@ -103,9 +103,9 @@ def run_points(
                 errors.append((record, error))
         if errors:
             (first, why), *_ = errors
-            path, there = folder / f"{first.run_id}.json", [r.run_id for r in requests if r.run_id in outcomes]
+            path, with_outcome = folder / f"{first.run_id}.json", [r.run_id for r in requests if r.run_id in outcomes]
             lost = [record for record, _ in errors]
-            raise NotWritten(path, why, [outcomes[run_id] for run_id in there], lost, len(requests)) from why
+            raise NotWritten(path, why, [outcomes[run_id] for run_id in with_outcome], lost, len(requests)) from why
 
     finish(*(Outcome(refused) for refused in requests if isinstance(refused, Record)))
     to_run = [request for request in requests if isinstance(request, Request)]

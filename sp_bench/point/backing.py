@@ -229,8 +229,8 @@ def _with_implementation(cluster: Cluster, choice: Choice, row: Backing) -> Vali
     why = f"measurements of {row.kind} are of implementation={row.implementation}"
     if asked != OURS:
         return Validation(row.kind, None, why)
-    there = replace(cluster, device=cluster.device.used_by(measured))
-    theirs = simulated(choice, there, nearly_alike=True)
+    other_cluster = replace(cluster, device=cluster.device.used_by(measured))
+    theirs = simulated(choice, other_cluster, nearly_alike=True)
     same = all(theirs.runs[phase].graph.exact == run.graph.exact for phase, run in choice.runs.items())
     step_s, ours = theirs.total_s, choice if same else simulated(choice, cluster, nearly_alike=True)
     apart = abs(step_s / ours.total_s - 1)

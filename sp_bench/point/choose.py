@@ -132,27 +132,27 @@ def _fastest(request: Request, planned: Sequence[Choice]) -> _Fastest:
     refused: RequestError | None = None
     bounded = [(one.problem, one.plans) for one in planned]
     for bound_s, i in by_bound(asked.cluster, bounded, timed, estimates=not request.every_variant):
-        here = planned[i]
-        a, b = here.method.tile_shape(request.problem.n) or (None, None)
-        rows[i] = {"variant": here.variant, "tile_a": a, "tile_b": b, "layout": here.problem.layout.name}
+        choice = planned[i]
+        a, b = choice.method.tile_shape(request.problem.n) or (None, None)
+        rows[i] = {"variant": choice.variant, "tile_a": a, "tile_b": b, "layout": choice.problem.layout.name}
         rows[i] |= {"bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": None}
         if best and (bound_s, i) >= min(timed) and not request.every_variant:
             continue
-        peak = account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport)
+        peak = account.peak_bytes(choice.plans.values(), choice.problem, request.cluster.transport)
         rows[i]["peak_mem_bytes"] = peak
         if memory and peak > memory:
             rows[i]["refused"] = "more than the device's memory"
             continue
         try:
-            here = simulated(here, asked.cluster, nearly_alike=len(planned) > 1)
+            choice = simulated(choice, asked.cluster, nearly_alike=len(planned) > 1)
         except RequestError as error:
             refused = error
             rows[i]["refused"] = str(error)
             continue
-        rows[i]["step_ms"] = here.total_s * 1e3
-        timed.append((here.total_s, i))
-        if min(timed) == (here.total_s, i):
-            best = here
+        rows[i]["step_ms"] = choice.total_s * 1e3
+        timed.append((choice.total_s, i))
+        if min(timed) == (choice.total_s, i):
+            best = choice
     if best is None:
         raise refused or _too_large(request, min(row["peak_mem_bytes"] for row in rows.values()))
     looked_at = [row["peak_mem_bytes"] for row in rows.values() if row["peak_mem_bytes"]]
@@ -212,11 +212,11 @@ def _in_one_layout(asked: Sequence[Request]) -> list[Choice]:
     found: list[tuple[float, list[Choice]]] = []
     refused: RequestError | None = None
     for layout in dict.fromkeys(choice.problem.layout for choice in planned[0]):
-        there = [[choice for choice in each if choice.problem.layout == layout] for each in planned]
-        if not all(there):
+        in_layout = [[choice for choice in each if choice.problem.layout == layout] for each in planned]
+        if not all(in_layout):
             continue
         try:
-            choices = [fastest.of(request, some) for request, some in zip(asked, there, strict=True)]
+            choices = [fastest.of(request, some) for request, some in zip(asked, in_layout, strict=True)]
         except RequestError as error:
             refused = error
             continue

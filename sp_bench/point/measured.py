@@ -62,13 +62,13 @@ def _measure_together(
 ) -> list[Outcome]:
     first = requests[0]
     processes = 1 if first.alone else first.problem.n
-    here = first.launch.ranks_here if first.launch else processes
+    local_ranks = first.launch.ranks_here if first.launch else processes
     held: Counter[str] = Counter()
     if first.devices.kind == "cpu":
         for request, choice in zip(requests, choices, strict=True):
             held.update({"attention": _least_bytes(request, choice)})
             held.update(dict(request.workload.held_bytes(request.cluster.device, request.problem)))
-    refuse_what_does_not_fit(here, held, first.config)
+    refuse_what_does_not_fit(local_ranks, held, first.config)
     specs = [spec for pair in zip(requests, choices, strict=True) for spec in _specs(*pair)]
     each = len(specs) // len(requests)
     started = datetime.now(UTC).isoformat()

@@ -30,8 +30,8 @@ def memory_front(request: Request) -> list[Traded]:
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
     found: list[tuple[int, Choice]] = []
     for one in variants(request, (request.method, *request.method.leaner())):
-        here = simulated(one, request.cluster.even)
-        found.append((account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport), here))
+        choice = simulated(one, request.cluster.even)
+        found.append((account.peak_bytes(choice.plans.values(), choice.problem, request.cluster.transport), choice))
     front: list[Traded] = []
     for peak, one in sorted(found, key=lambda each: (each[0], each[1].total_s)):
         if not front or one.total_s * 1e3 < front[-1].interval.step_ms:

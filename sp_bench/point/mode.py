@@ -66,13 +66,13 @@ def resolve_mode(
         what = "GPUs" if on_gpus else "CPUs"
         why = f"{launch.by} has started them, and they compute on their hosts' {what}"
         return Mode(name="measure", why=why, devices=devices)
-    here = gpus_here()
-    has = _has(here)
+    present = gpus_here()
+    has = _has(present)
     if on_gpus:
         return Mode(name="measure", why=f"{has}, and ranks are processes with one each", devices=devices)
     if cluster.this_machine:
         return Mode(name="measure", why=f"cluster={cluster.name} is this machine, and ranks are processes on its CPU")
-    if here >= gpus and obstacle:
+    if present >= gpus and obstacle:
         has += f", but {obstacle}"
     if asked == "measure":
         asks = f"{has}, and the point asks for {gpus} {cluster.device.name}"
@@ -132,10 +132,10 @@ def _without_gpus(ranks_here: int, cluster: Cluster, launch: Launch | None) -> s
         return f"the hosts of cluster={cluster.name} have CPUs only"
     if launch and launch.future:
         return ""
-    here = gpus_here()
+    present = gpus_here()
     # A launcher may show each process only one GPU.
-    if here < (min(ranks_here, 1) if launch else ranks_here):
-        return f"{_has(here)}, and its ranks need {ranks_here}, one each"
+    if present < (min(ranks_here, 1) if launch else ranks_here):
+        return f"{_has(present)}, and its ranks need {ranks_here}, one each"
     return "" if torch_has_cuda() else _NO_CUDA
 
 

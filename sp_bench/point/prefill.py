@@ -279,8 +279,8 @@ def _chunks(prompt: _Prompt, choice: Choice) -> list[Chunk]:
 def _on(request: Request, choice: Choice, cluster: Cluster) -> list[Chunk]:
     """The chunks with the chosen plans on another cluster."""
     prompt = _Prompt(request, cluster)
-    there = [simulated(each, prompt.parts[0]) for each in choice.attentions]
-    return _chunks(prompt, replace(there[-1], earlier=tuple(there[:-1])))
+    simulations = [simulated(each, prompt.parts[0]) for each in choice.attentions]
+    return _chunks(prompt, replace(simulations[-1], earlier=tuple(simulations[:-1])))
 
 
 def _chosen(request: Request) -> Choice:

@@ -165,9 +165,9 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     given = Given.of(config)
     kind, values = given.workload, given.values
     phases = kind.phases_of(str(config["phase"]))
-    here = not (launch and launch.future)
+    at_once = not (launch and launch.future)
     _refuse_latents_twice(given)
-    method = _method(given, here=here)
+    method = _method(given, here=at_once)
     peer = method if isinstance(method, Peer) else None
     problem = _problem(given, method)
     section = read(KernelSection, config["kernel"], "kernel")
@@ -186,17 +186,17 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     notes += cluster.warnings
     cluster = replace(cluster, transport_options=transport)
     method = _with_collectives(method, cluster.transport)
-    notes += (peer.notes(mode.devices.kind) if peer and here else []) + unread.notes(config, mode)
+    notes += (peer.notes(mode.devices.kind) if peer and at_once else []) + unread.notes(config, mode)
     notes += workload.notes
     if peer:
-        peer.refuse_run(mode=mode.name, kernel=kernel, device=mode.devices.kind, here=here)
+        peer.refuse_run(mode=mode.name, kernel=kernel, device=mode.devices.kind, here=at_once)
     if mode.name == "simulate":
         cluster = replace(cluster, device=cluster.device.with_kernel(kernel).used_by(implementation))
         cluster.device.refuse(problem)
     workload, cluster = workload.on(cluster.device, problem), workload.cluster_of(cluster, values.gpus)
     if mode.name != "simulate":
         refuse_others(implementation)
-        notes += _refuse_measuring(config, workload, problem, cluster, mode, launch) if here else []
+        notes += _refuse_measuring(config, workload, problem, cluster, mode, launch) if at_once else []
     return Request(
         given=given,
         method=method,
@@ -218,7 +218,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         timeout_s=values.timeout_s,
         notes=notes,
         run_id=given.run_id(mode.name, cluster.cores, peer.version if peer else None, launch, mode.devices)
-        if here
+        if at_once
         else "",
         devices=mode.devices,
         alone=mode.alone,
@@ -338,17 +338,17 @@ def _refuse_measuring(
     require("run", f"measuring on cluster={cluster.name}")
     if cluster.stragglers:
         raise RequestError("stragglers", "can be simulated, not made", "mode=simulate would work")
-    here, cores = (launch.ranks_here, launch.cores_here) if launch else (problem.n, cores_here())
-    here = 1 if mode.alone else here
+    local_ranks, cores = (launch.ranks_here, launch.cores_here) if launch else (problem.n, cores_here())
+    local_ranks = 1 if mode.alone else local_ranks
     on_cpu = mode.devices.kind == "cpu"
     workload.refuse_device(mode.devices.kind)
     inputs = problem.chunk_bytes(Q, wire=False) + problem.chunk_bytes(KV, wire=False) if on_cpu else 0
     held = workload.held_bytes(cluster.device, problem) if on_cpu else {}
-    refuse_what_does_not_fit(here, {"attention": inputs, **held}, config)
+    refuse_what_does_not_fit(local_ranks, {"attention": inputs, **held}, config)
     if cluster.hosts and not mode.alone:
         refuse_hosts(cluster.hosts)
-    crowded = on_cpu and here > cores
-    return [f"{here} ranks share {cores} cores: their compute time includes waiting for one"] if crowded else []
+    crowded = on_cpu and local_ranks > cores
+    return [f"{local_ranks} ranks share {cores} cores: their compute time includes waiting for one"] if crowded else []
 
 
 def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:

@@ -68,8 +68,8 @@ def peak_of(record: Record) -> Peak | None:
     It is that of the record's own cluster, else that of the suite's cluster files with such a device.
     """
     device = ((record.config or {}).get("cluster") or {}).get("device")
-    here = [(str(device["name"]), device["peak_tflops"])] if device and {"name", "peak_tflops"} <= {*device} else []
-    for name, tflops in (*here, *_shipped_peaks()):
+    own = [(str(device["name"]), device["peak_tflops"])] if device and {"name", "peak_tflops"} <= {*device} else []
+    for name, tflops in (*own, *_shipped_peaks()):
         known = record.device_name and (record.device_name == name or same_model(record.device_name, name))
         if known and tflops.get(record.dtype):
             return Peak(name, float(tflops[record.dtype]))

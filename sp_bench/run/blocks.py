@@ -304,8 +304,8 @@ class Blocks:
             return _as_they_are
 
         def take(held: Holdings, tensors: Tensors) -> Tensors:
-            there = held.among(chunk, rows)
-            return tuple([tokens_of(x, there) for x in tensors])
+            places = held.among(chunk, rows)
+            return tuple([tokens_of(x, places) for x in tensors])
 
         return take
 

@@ -80,8 +80,8 @@ class Casting(GroupTransfers):
 
     def _cast(self, op: RowCollective) -> tuple[Callable[[Holdings], None], list[Tensors]]:
         """A function that stages the rows of the rank's own chunk for each member, and where they lie."""
-        here, staged = self._rows[op], self._staging[StagingUse(op.lane, op.tensor, "send")]
-        places = self._together(op, staged, here)
+        of_op, staged = self._rows[op], self._staging[StagingUse(op.lane, op.tensor, "send")]
+        places = self._together(op, staged, of_op)
 
         def stage(holdings: Holdings) -> None:
             own = holdings.to_send(op.own)
@@ -89,7 +89,7 @@ class Casting(GroupTransfers):
                 for x, place in zip(own, into, strict=True):
                     torch.index_select(x, 1, rows, out=place)
 
-        return stage, self._split(op, staged, here.of_others)
+        return stage, self._split(op, staged, of_op.of_others)
 
     def _reduced(self, op: RowCollective) -> tuple[Callable[[Holdings], None], list[Tensors]]:
         """A function that stages the partials of each member's rows, in the dtype that is sent, and where they lie."""
@@ -105,8 +105,8 @@ class Casting(GroupTransfers):
 
     def _incoming(self, index: int, op: RowCollective) -> list[Tensors]:
         """The buffers that each member's rows arrive in."""
-        here = self._rows[op]
-        return self._split(op, self._buffers(index), here.held if isinstance(op, GroupCast) else here.of_others)
+        rows = self._rows[op]
+        return self._split(op, self._buffers(index), rows.held if isinstance(op, GroupCast) else rows.of_others)
 
     def _together(self, op: RowCollective, buffers: Tensors, here: _Rows) -> list[tuple[torch.Tensor, Tensors]]:
         """(rows of the rank's own chunk, what others have of them): all at once, if one batch entry allows it."""

@@ -18,8 +18,8 @@ def operands(held: Holdings, chunks: Sequence[Chunk], pieces: Pieces) -> Tensors
     """The fields of pieces of received chunks, each end to end: (B, S, H, D), or (B, H, S) of statistics."""
     found = []
     for number, rows in pieces:
-        there = held.among(chunks[number], rows)
-        found.append([tokens_of(x, there) for x in held.chunks[chunks[number]]])
+        places = held.among(chunks[number], rows)
+        found.append([tokens_of(x, places) for x in held.chunks[chunks[number]]])
     return tuple(end_to_end(of_field) for of_field in zip(*found, strict=True))
 
 

@@ -128,15 +128,15 @@ class Lanes:
             return self._collectives.pretended(index, op)
         if isinstance(op, RowCollective):
             return self._casting.pretended(index, op)
-        here, dropped = self._standing(index), self._dropped(op)
+        standing, dropped = self._standing(index), self._dropped(op)
 
         def pretend(run: Execution) -> None:
-            if here.receives:
+            if standing.receives:
                 into = self._into(index, op)
                 if index not in self._lowering.receive_buffers:
                     for tensor in into:
                         tensor.zero_()
-                run.holdings.put(op.recv, into, here.rows.start)
+                run.holdings.put(op.recv, into, standing.rows.start)
             else:
                 run.holdings.drop(op.recv)
             if dropped is not None:
@@ -151,15 +151,15 @@ class Lanes:
         if isinstance(op, RowCollective):
             return self._casting.call(index, op)
         assert isinstance(op, Pass | AllToAll)
-        here, move, streams = self._standing(index), self._move(index, op), self._streams
+        standing, move, streams = self._standing(index), self._move(index, op), self._streams
         dropped = self._dropped(op)
 
         def transfer(run: Execution) -> None:
             held = run.holdings
-            into = here.into or self._into(index, op)
+            into = standing.into or self._into(index, op)
             move(into, held)
-            if here.receives:
-                held.put(op.recv, into, here.rows.start)
+            if standing.receives:
+                held.put(op.recv, into, standing.rows.start)
             else:
                 held.drop(op.recv)
             if dropped is not None and (sent := held.partials.drop(dropped)) is not None:
@@ -169,13 +169,13 @@ class Lanes:
 
     def _move(self, index: int, op: Pass | AllToAll) -> Callable[[Tensors, Holdings], None]:
         """Return the call that moves the tensors of a transfer, given those that it receives into."""
-        here = self._standing(index)
+        standing = self._standing(index)
         if isinstance(op, AllToAll):
             return self._all_to_all(index, op)
-        if not (here.receives or here.sends):
+        if not (standing.receives or standing.sends):
             return lambda into, holdings: None
-        outgoing = self._outgoing(index, op) if here.sends else lambda holdings: ()
-        if here.target == self._rank:
+        outgoing = self._outgoing(index, op) if standing.sends else lambda holdings: ()
+        if standing.target == self._rank:
             return lambda into, holdings: copy(into, outgoing(holdings))
         if (after := self._followed_by.get(index)) is not None:
             return self._pipelined(index, op, after, outgoing)
@@ -185,26 +185,30 @@ class Lanes:
         self, index: int, op: Pass, outgoing: Callable[[Holdings], Tensors]
     ) -> Callable[[Tensors, Holdings], None]:
         """Messages to and from other ranks: bound to their tensors, if these are the same in every execution."""
-        here, transport, sent = self._standing(index), self._transport, self._sent(index, op)
-        landed = here.into
-        if landed is None and here.turn.landing:
-            landed = self._first_rows(here.turn.landing, op.recv, len(here.rows))
+        standing, transport, sent = self._standing(index), self._transport, self._sent(index, op)
+        landed = standing.into
+        if landed is None and standing.turn.landing:
+            landed = self._first_rows(standing.turn.landing, op.recv, len(standing.rows))
 
         def messages(into: Tensors, out: Tensors) -> tuple[list[Message], list[Message]]:
-            return [(here.source, into)] if here.receives else [], [(here.target, out)] if here.sends else []
+            return [(standing.source, into)] if standing.receives else [], [
+                (standing.target, out)
+            ] if standing.sends else []
 
         def exchange(into: Tensors, holdings: Holdings) -> None:
-            transport.exchange(here.turn, *messages(landed or into, outgoing(holdings)), here.counted_as)
-            if here.receives and landed is not None and landed is not into:
+            transport.exchange(standing.turn, *messages(landed or into, outgoing(holdings)), standing.counted_as)
+            if standing.receives and landed is not None and landed is not into:
                 copy(into, landed)
 
-        if here.receives and here.into is None:
+        if standing.receives and standing.into is None:
             return exchange
-        if here.sends and sent is None:
-            send = transport.bind_send(here.turn, messages(here.into or (), ())[0], here.target, here.counted_as)
+        if standing.sends and sent is None:
+            send = transport.bind_send(
+                standing.turn, messages(standing.into or (), ())[0], standing.target, standing.counted_as
+            )
             return lambda into, holdings: send(outgoing(holdings))
-        bound = transport.bind(here.turn, *messages(here.into or (), sent or ()), here.counted_as)
-        if not here.sends or sent is self._held.get(index):
+        bound = transport.bind(standing.turn, *messages(standing.into or (), sent or ()), standing.counted_as)
+        if not standing.sends or sent is self._held.get(index):
             return lambda into, holdings: bound()
 
         def stage_and_exchange(into: Tensors, holdings: Holdings) -> None:
@@ -217,12 +221,12 @@ class Lanes:
         self, index: int, op: Pass, after: int, outgoing: Callable[[Holdings], Tensors]
     ) -> Callable[[Tensors, Holdings], None]:
         """An exchange during which transfer `after` may begin, tensor by tensor."""
-        here, transport = self._standing(index), self._transport
+        standing, transport = self._standing(index), self._transport
 
         def exchange(into: Tensors, holdings: Holdings) -> None:
-            receive, send = (here.source, into), (here.target, outgoing(holdings))
+            receive, send = (standing.source, into), (standing.target, outgoing(holdings))
             next_transfer = self._next_transfer(after, op, into, holdings)
-            transport.exchange_pipelined(here.turn, receive, send, here.counted_as, next_transfer)
+            transport.exchange_pipelined(standing.turn, receive, send, standing.counted_as, next_transfer)
 
         return exchange
 
@@ -260,8 +264,8 @@ class Lanes:
         """Return the messages that a transfer receives. A rank receives nothing from itself."""
         if isinstance(op, AllToAll):
             return self._pieces(op).receives(into)
-        here = self._standing(index)
-        return [(here.source, into)] if here.receives and here.source != self._rank else []
+        standing = self._standing(index)
+        return [(standing.source, into)] if standing.receives and standing.source != self._rank else []
 
     def _dropped(self, op: Pass | AllToAll) -> Chunk | None:
         """The partial that is held no longer once a transfer has sent it."""
@@ -269,29 +273,29 @@ class Lanes:
 
     def _next_transfer(self, after: int, op: Pass, into: Tensors, holdings: Holdings) -> NextTransfer:
         """Return a function giving the messages of transfer `after`, which may start while `op` receives `into`."""
-        then, there = self._plan.ops[after], self._standing(after)
+        then, standing = self._plan.ops[after], self._standing(after)
         assert isinstance(then, Pass)
 
         def messages() -> tuple[Turn, Message, Message] | None:
             if not self._streams.ready(after):
                 return None
             outgoing = into if then.send == op.recv else holdings.chunks[then.send]
-            return there.turn, (there.source, self._into(after, then)), (there.target, outgoing)
+            return standing.turn, (standing.source, self._into(after, then)), (standing.target, outgoing)
 
         return messages
 
     def _all_to_all(self, index: int, op: AllToAll) -> Callable[[Tensors, Holdings], None]:
-        here, transport, pieces = self._standing(index), self._transport, self._pieces(op)
+        standing, transport, pieces = self._standing(index), self._transport, self._pieces(op)
 
         def all_to_all(into: Tensors, holdings: Holdings) -> None:
             held = holdings.to_send(op.send)[: len(into)]
             pieces.pack(held)
             if op.by_messages:
-                transport.exchange(here.turn, pieces.receives(into), pieces.sends(held), here.counted_as)
+                transport.exchange(standing.turn, pieces.receives(into), pieces.sends(held), standing.counted_as)
             elif op.group.size > 1:
-                for key, nbytes in zip(here.counted_as, pieces.sent_bytes(held), strict=True):
+                for key, nbytes in zip(standing.counted_as, pieces.sent_bytes(held), strict=True):
                     transport.sent_bytes[key] += nbytes
-                transport.collective(here.turn, pieces.collective(held, into))
+                transport.collective(standing.turn, pieces.collective(held, into))
             pieces.unpack(held, into)
 
         return all_to_all
@@ -335,9 +339,9 @@ class Lanes:
                 found[index] = at[op.send]
             for chunk in op.writes:
                 at.pop(chunk, None)
-            here = self._standing(index) if isinstance(op, Pass | AllToAll) else None
-            if here and here.receives and here.into is not None:
-                at[op.writes[0]] = here.into
+            standing = self._standing(index) if isinstance(op, Pass | AllToAll) else None
+            if standing and standing.receives and standing.into is not None:
+                at[op.writes[0]] = standing.into
         return found
 
     def _first_rows(self, buffers: Tensors, chunk: Chunk, tokens: int) -> Tensors:

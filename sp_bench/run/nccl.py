@@ -312,8 +312,8 @@ def cta_policy_value(policy: str, version: tuple[Any, ...]) -> int:
     name = f"NCCL_CTA_POLICY_{policy.upper()}"
     known = vars(dist.ProcessGroupNCCL)
     if version[:2] < CTA_POLICIES_FROM[policy] or name not in known:
-        here, least = (".".join(map(str, numbers)) for numbers in (version, CTA_POLICIES_FROM[policy]))
-        rule = f"takes NCCL {least} and a torch with ProcessGroupNCCL.{name}; here are NCCL {here}"
+        present, least = (".".join(map(str, numbers)) for numbers in (version, CTA_POLICIES_FROM[policy]))
+        rule = f"takes NCCL {least} and a torch with ProcessGroupNCCL.{name}; here are NCCL {present}"
         rule += f", torch {torch.__version__}"
         raise RequestError(f"cta_policy={policy}", rule, "cta_policy=null would work")
     return known[name]

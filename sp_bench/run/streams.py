@@ -180,10 +180,12 @@ class _Preposting:
 
     def look(self, index: int) -> None:
         """Pre-post receives with free buffers, up to the transfer after `index`, the lane's current one."""
-        here = self._places[index]
-        self._posted = max(self._posted, here)
-        for place, (other, op) in enumerate(self._ops[self._posted : here + 2], start=self._posted):
-            if not self._progress.has_reached(self._buffer_free[other]) or not self._prepost(other, op, place > here):
+        place_of = self._places[index]
+        self._posted = max(self._posted, place_of)
+        for place, (other, op) in enumerate(self._ops[self._posted : place_of + 2], start=self._posted):
+            if not self._progress.has_reached(self._buffer_free[other]) or not self._prepost(
+                other, op, place > place_of
+            ):
                 break
             self._posted = place + 1
 
@@ -192,7 +194,7 @@ def _is_sequence(plan: Plan, lowering: Lowering) -> bool:
     """Whether every operation must wait for the one before it in the plan."""
     streams = [op.stream for op in plan.ops]
     follows = enumerate(pairwise(streams), start=1)
-    return all(here == before or (before, index - 1) in lowering.waits[index] for index, (before, here) in follows)
+    return all(place == before or (before, index - 1) in lowering.waits[index] for index, (before, place) in follows)
 
 
 class Progress:
@@ -335,7 +337,7 @@ class DeviceStreams(Streams):
     def _run(self, program: Program, execution: Any) -> None:
         device, kept, ended = self._device, {}, self._ended
         record, wait, switch = device.record, device.wait, device.switch
-        here, blocks = (device.current(),) * 2
+        current, blocks = (device.current(),) * 2
         self._kept, begun = kept, record(blocks)
         for lane in self._lanes:
             wait(lane, begun)
@@ -343,9 +345,9 @@ class DeviceStreams(Streams):
             stream = blocks if lane is None else lane
             for last in waits:
                 wait(stream, ended[last])
-            if stream is not here:
+            if stream is not current:
                 switch(stream)
-                here = stream
+                current = stream
             if lane is None:
                 for transfer in lets_go:
                     kept.pop(transfer, None)

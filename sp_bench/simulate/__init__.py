@@ -142,8 +142,8 @@ class Run:
             op = self.plan.ops[item.what]
             assert isinstance(op, Transfer)
             if isinstance(op, Pass):  # one row, as of most
-                row, there = item.rows.start, source(op.group, op.shift)
-                yield starts[row, there], ends[row, there]
+                row, sender = item.rows.start, source(op.group, op.shift)
+                yield starts[row, sender], ends[row, sender]
                 continue
             rows = np.array(item.rows)
             if isinstance(op, AllGather | ReduceScatter):

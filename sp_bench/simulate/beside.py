@@ -122,8 +122,8 @@ def _added(
     latency_s = _latency_s(routes, legs, steps)
     links = [route.links for route in routes]
     crossed = [each >= 0 for each in links]
-    hops = [np.diff(tasks.path_start), np.zeros(n, np.int64), *(there.sum(axis=1) for there in crossed)]
-    flows = [each[there] for each, there in zip(links, crossed, strict=True)]
+    hops = [np.diff(tasks.path_start), np.zeros(n, np.int64), *(crossing.sum(axis=1) for crossing in crossed)]
+    flows = [each[crossing] for each, crossing in zip(links, crossed, strict=True)]
     own, added = (tasks.path_links, tasks.path_loads), n + ranks.size * len(legs)
     return TaskGraph(
         delay_s=np.concatenate([tasks.delay_s, np.full(n, before_s), *([latency_s] * len(legs))]),

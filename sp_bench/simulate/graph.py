@@ -382,11 +382,11 @@ class _Builder:
         tasks, arrived = [], []
         self.flows[index] = self._flows(index, op, early)
         for number, flow in enumerate(self.flows[index]):
-            there = [ended.at(flow.over.target) for ended in expecting]
+            ready = [ended.at(flow.over.target) for ended in expecting]
             if flow.sends is not True:
-                pairs = zip(there, expecting, strict=True)
-                there = [self.rows.either(flow.sends, posted, ended) for posted, ended in pairs]
-            tasks.append(self.rows.add(flow.delay_s, [*before, *there, *begun], flow.sent, flow.over, flow.weight))
+                pairs = zip(ready, expecting, strict=True)
+                ready = [self.rows.either(flow.sends, posted, ended) for posted, ended in pairs]
+            tasks.append(self.rows.add(flow.delay_s, [*before, *ready, *begun], flow.sent, flow.over, flow.weight))
             if flow.later_bytes is not None:
                 self.later.append(([tasks[-1]], flow.later_bytes, flow.over))
             came = tasks[-1].at(flow.over.source)

@@ -113,8 +113,8 @@ class OperationCosts:
     def _by_block(self, apart: float) -> Iterator[np.ndarray]:
         """Costs of blocks that may differ by rank, by more than this share, many at once: (blocks, n)."""
         by_class = self._blocks.class_s if apart else self._blocks.kinds()
-        there = by_class[self._classes.there]
-        if there.size and there.min() < (1 - apart) * there.max():
+        times = by_class[self._classes.there]
+        if times.size and times.min() < (1 - apart) * times.max():
             yield from self._classes.slabs(by_class, self._blocks.alone)
         yield from (self._blocks.joined_s(rows, np.arange(self._problem.n))[None] for rows in self._blocks.joinable())
         for index, op in self._plan:

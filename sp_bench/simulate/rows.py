@@ -154,5 +154,5 @@ class Rows:
 
 
 def _by_task(links: np.ndarray, loads: np.ndarray) -> Crossed:
-    there = loads > 0
-    return Crossed(there.sum(axis=1), links[there], loads[there])
+    loaded = loads > 0
+    return Crossed(loaded.sum(axis=1), links[loaded], loads[loaded])

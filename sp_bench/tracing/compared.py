@@ -79,12 +79,12 @@ def by_kernels(trace: Trace, plans: Mapping[str, Plan], rank: int) -> Trace:
                 marks.setdefault(_kernel_of(op), []).append(Mark(phase, index))
     ops: dict[Mark, list[Sample]] = {}
     for kernel, of_step in marks.items():
-        there = [one for one in trace.collectives if one.name == kernel]
-        if not there or len(there) % len(of_step):
-            rule = f"has {len(there)} {kernel} kernels of NCCL, and a step of the plan {len(of_step)}"
+        kernels = [one for one in trace.collectives if one.name == kernel]
+        if not kernels or len(kernels) % len(of_step):
+            rule = f"has {len(kernels)} {kernel} kernels of NCCL, and a step of the plan {len(of_step)}"
             fix = "whole steps of the point's algorithm would work"
             raise RequestError(f"the trace of rank {rank}", rule, fix)
-        for i, one in enumerate(there):
+        for i, one in enumerate(kernels):
             sample = Sample(start_s=one.start_s, end_s=one.start_s + one.seconds)
             ops.setdefault(of_step[i % len(of_step)], []).append(sample)
     return replace(trace, ops=ops)

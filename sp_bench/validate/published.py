@@ -122,15 +122,15 @@ def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
         configs = [composer.compose(overrides(row)) for row in rows]
         left_out = LeftOut([(row, composer.compose(overrides(row))) for row in measurements()])
     for row, config in zip(rows, configs, strict=True):
-        here, without = simulation(config), simulation(left_out.without(row, config))
+        run, without = simulation(config), simulation(left_out.without(row, config))
         about = {name: row[name] for name in ("source", "hardware", "method", "variant", *SHAPE, "causal")}
-        times_ms = {"simulated": here.step_s * 1e3, "left_out": without.step_s * 1e3}
+        times_ms = {"simulated": run.step_s * 1e3, "left_out": without.step_s * 1e3}
         measured_ms = float(row["measured_ms"])
         about |= {
             "implementation": implementation_of(row),
             "cluster": config["cluster"]["name"],
-            "transfers": here.kind.transfers,
-            "links": here.kind.links,
+            "transfers": run.kind.transfers,
+            "links": run.kind.links,
             "step_measured_ms": measured_ms,
             **{f"step_{name}_ms": time for name, time in times_ms.items()},
             "error": times_ms["simulated"] / measured_ms - 1,

@@ -121,7 +121,7 @@ def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
 
     found = []
     for row in rows:
-        here, without = simulation(row), simulation(row, left_out=True)
+        run, without = simulation(row), simulation(row, left_out=True)
         asked = _keys(row["variant"])
         measured_s = float(row["measured_ms"]) / 1e3
         found.append(
@@ -132,15 +132,15 @@ def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
                 "cluster": row["cluster"],
                 "kernel": asked["kernel"],
                 "implementation": asked["implementation"],
-                "transfers": here.kind.transfers,
-                "links": here.kind.links,
-                "mask": here.kind.mask,
-                "figures": here.figures,
+                "transfers": run.kind.transfers,
+                "links": run.kind.links,
+                "mask": run.kind.mask,
+                "figures": run.figures,
                 "measured_s": measured_s,
-                "simulated_s": here.step_s,
+                "simulated_s": run.step_s,
                 "left_out_s": without.step_s,
-                "attention_s": here.attention_s,
-                "error": here.step_s / measured_s - 1,
+                "attention_s": run.attention_s,
+                "error": run.step_s / measured_s - 1,
                 "error_left_out": without.step_s / measured_s - 1,
             }
         )

@@ -49,20 +49,22 @@ def maps_whole_heads(runs: Runs) -> Section:
 
 def _section(found: Grid, methods: Sequence[str], name: str, title: str) -> Section:
     bests = {key: places.best(found, key, methods) for key in places.KEYS}
-    there = {key: one for key, one in bests.items() if one}
-    numbers = [one.step for one in there.values()]
-    wins = Counter(one.record.method for one in there.values())
-    clear = Counter(one.record.method for one in there.values() if not one.tied)
+    served = {key: one for key, one in bests.items() if one}
+    numbers = [one.step for one in served.values()]
+    wins = Counter(one.record.method for one in served.values())
+    clear = Counter(one.record.method for one in served.values() if not one.tied)
     each = {m: (tally(wins[m], numbers), tally(clear[m], numbers)) for m in wins}
     counts = {m: text("{all:.0f} (clearly {clear:.0f})", all=both[0], clear=both[1]) for m, both in each.items()}
-    largest = max(there, key=lambda key: there[key].margin.value or 0.0)
+    largest = max(served, key=lambda key: served[key].margin.value or 0.0)
     lean = {key: record for key in places.KEYS if (record := places.leanest(found, key, methods))}
-    saved = [derived(lambda a, b: 1 - a / b, gigabytes(lean[key]), gigabytes(one.record)) for key, one in there.items()]
+    saved = [
+        derived(lambda a, b: 1 - a / b, gigabytes(lean[key]), gigabytes(one.record)) for key, one in served.items()
+    ]
     chosen = Counter(record.method for record in lean.values())
     values = {"title": title, "name": name, "methods": ", ".join(methods), "tie": TIE}
-    values |= {"fastest": _fastest(bests, name, title), "cells": tally(len(there), numbers)}
-    values |= {"ties": tally(sum(one.tied for one in there.values()), numbers), "high": there[largest].margin}
-    values |= {"winner": there[largest].record.method, "leanest": _leanest(lean, name)}
+    values |= {"fastest": _fastest(bests, name, title), "cells": tally(len(served), numbers)}
+    values |= {"ties": tally(sum(one.tied for one in served.values()), numbers), "high": served[largest].margin}
+    values |= {"winner": served[largest].record.method, "leanest": _leanest(lean, name)}
     values |= {"saved": most(saved), "rows": [_row(key, one) for key, one in bests.items()]}
     return section(
         "choosing.maps",

@@ -91,8 +91,8 @@ def versions(_: Runs) -> str:
 
 def packages(runs: Runs) -> str:
     """The outcome of each check, by package."""
-    there = {row["subject"] for row in found(runs)}
-    missing = [f"`{subject.title}`" for subject in subjects() if subject.title not in there]
+    installed = {row["subject"] for row in found(runs)}
+    missing = [f"`{subject.title}`" for subject in subjects() if subject.title not in installed]
     said = f"Not in these tables, since not run yet: {', '.join(missing)}.\n\n" if missing else ""
     return said + _matrix(_by_subject(runs, peers=True))
 

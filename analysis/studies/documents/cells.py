@@ -82,14 +82,14 @@ def _map(found: places.Cells, ratios: Steps) -> Figure:
 
 def _about_map(data: str, ratios: Steps) -> Text:
     """The fastest cell, how many are as fast, and what a method loses on its worst layout."""
-    here = {key[1:]: number for key, number in ratios.items() if key[0] == data and number.value is not None}
-    method, layout = min(here, key=lambda cell: here[cell].known)
-    best_of = {layout: least(n for (_, d), n in here.items() if d == layout) for _, layout in here}
-    by_method = {name: [n for (other, _), n in here.items() if other == name] for name, _ in here}
+    cells = {key[1:]: number for key, number in ratios.items() if key[0] == data and number.value is not None}
+    method, layout = min(cells, key=lambda cell: cells[cell].known)
+    best_of = {layout: least(n for (_, d), n in cells.items() if d == layout) for _, layout in cells}
+    by_method = {name: [n for (other, _), n in cells.items() if other == name] for name, _ in cells}
     lost = {name: most(row).over(least(row)) for name, row in by_method.items() if len(row) > 1}
     costly = max(lost, key=lambda name: lost[name].known)
     values = {"data": data, "method": method, "layout": layout, "tie": places.CLOSE}
-    values |= {"close": count(here.values(), lambda ratio: ratio < 1 + places.CLOSE), "cells": count(here.values())}
+    values |= {"close": count(cells.values(), lambda ratio: ratio < 1 + places.CLOSE), "cells": count(cells.values())}
     values |= {"each": listed(best_of, "{name} {value:.2f}"), "costly": costly, "lost": lost[costly]}
     return words("documents.map", **values)
 

@@ -144,11 +144,16 @@ def scale(runs: Runs) -> Section:
 def _lines(name: str, ranked: Mapping[int, list[Step]], label: str, title: str) -> Figure:
     panels, looks = Panels(height=3.6), styles(list(places.METHODS))
     for method, style in ((name, looks[name]) for name in places.METHODS):
-        there = {x: step for x, steps in ranked.items() for step in steps if step.name == method}
-        if there:
-            panels.line({x: step.ms for x, step in there.items()}, method, markersize=4.5, linewidth=1, **style)
-            low, high = [step.low for step in there.values()], [step.high for step in there.values()]
-            panels.first.fill_between([*there], low, high, color=style["color"], alpha=0.12, linewidth=0)
+        steps_of_method = {x: step for x, steps in ranked.items() for step in steps if step.name == method}
+        if steps_of_method:
+            panels.line(
+                {x: step.ms for x, step in steps_of_method.items()}, method, markersize=4.5, linewidth=1, **style
+            )
+            low, high = (
+                [step.low for step in steps_of_method.values()],
+                [step.high for step in steps_of_method.values()],
+            )
+            panels.first.fill_between([*steps_of_method], low, high, color=style["color"], alpha=0.12, linewidth=0)
     panels.first.set_yscale("log")
     log2_ticks(panels.first, [*ranked])
     panels.first.yaxis.set_major_formatter("{x:g}")

@@ -87,15 +87,15 @@ def crossings(runs: Runs) -> list[Row]:
     """
     found, rows = records(runs), []
     for shape, history, gpus in product(SHAPES, HISTORIES, GPUS):
-        here = {
+        pairs = {
             part: [found[Setting(shape, history, gpus, part), name] for name in ("ring", "pass_q")] for part in PARTS
         }
-        less = [part for part, (ring, pass_q) in here.items() if _sent(pass_q) < _sent(ring)]
-        faster = [part for part, (ring, pass_q) in here.items() if _ms(pass_q) < _ms(ring)]
+        less = [part for part, (ring, pass_q) in pairs.items() if _sent(pass_q) < _sent(ring)]
+        faster = [part for part, (ring, pass_q) in pairs.items() if _ms(pass_q) < _ms(ring)]
         row = {"attention": shape.name, "history": tokens(history), "GPUs": str(gpus)}
         row |= {"sends less up to": f"{shape.kv_heads / shape.heads:.1%} of all keys"}
         row |= {"sends less, new tokens": _up_to(less), "is faster, new tokens": _up_to(faster)}
-        rows.append(row | {"ring sends, MB; pass_q": "; ".join(_sent_range(here, i) for i in range(2))})
+        rows.append(row | {"ring sends, MB; pass_q": "; ".join(_sent_range(pairs, i) for i in range(2))})
     return rows
 
 

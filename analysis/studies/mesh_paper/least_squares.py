@@ -68,27 +68,29 @@ def fit(
     def at(x: np.ndarray) -> np.ndarray:
         return residuals(dict(zip(names, np.exp(x).tolist(), strict=True)))
 
-    def slopes_at(x: np.ndarray, there: np.ndarray) -> np.ndarray:
+    def slopes_at(x: np.ndarray, moved_residuals: np.ndarray) -> np.ndarray:
         # Towards the inside, so that no bound is crossed.
         steps = np.where(x + STEP > high, -STEP, STEP)
-        return np.stack([(at(x + step * e) - there) / step for step, e in zip(steps, np.eye(x.size), strict=True)], 1)
+        return np.stack(
+            [(at(x + step * e) - moved_residuals) / step for step, e in zip(steps, np.eye(x.size), strict=True)], 1
+        )
 
     x = np.log(list(start.values()))
-    here, damping = at(x), 0.01
-    slopes = slopes_at(x, here)
+    at_x, damping = at(x), 0.01
+    slopes = slopes_at(x, at_x)
     for _ in range(MAX_ROUNDS):
-        before = here @ here
+        before = at_x @ at_x
         squared = slopes.T @ slopes
         for _ in range(TRIES):
             damped = squared + damping * np.diag(np.diag(squared) + 1e-4)
-            move = np.clip(-np.linalg.solve(damped, slopes.T @ here), -MAX_MOVE, MAX_MOVE)
+            move = np.clip(-np.linalg.solve(damped, slopes.T @ at_x), -MAX_MOVE, MAX_MOVE)
             moved = np.clip(x + move, low, high)
-            there = at(moved)
-            if there @ there < before:
-                x, here, damping = moved, there, damping * 0.3
-                slopes = slopes_at(x, here)
+            moved_residuals = at(moved)
+            if moved_residuals @ moved_residuals < before:
+                x, at_x, damping = moved, moved_residuals, damping * 0.3
+                slopes = slopes_at(x, at_x)
                 break
             damping = max(4 * damping, 0.02)
-        if before - here @ here < SETTLED:
+        if before - at_x @ at_x < SETTLED:
             break
-    return Fit(dict(zip(names, np.exp(x).tolist(), strict=True)), here, slopes)
+    return Fit(dict(zip(names, np.exp(x).tolist(), strict=True)), at_x, slopes)

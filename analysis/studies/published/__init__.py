@@ -133,8 +133,8 @@ def _grouped(ones: Iterable[Compared], key: Callable[[Compared], Any]) -> dict[A
 
 def _spread(ones: Sequence[Compared]) -> list[Cell]:
     """The cells of ERRORS."""
-    here, left = ([derived(abs, one.errors[i]) for one in ones] for i in (0, 1))
-    return [len(ones), median(here), _ninth(here), most(here), median(left), _ninth(left)]
+    errors, left = ([derived(abs, one.errors[i]) for one in ones] for i in (0, 1))
+    return [len(ones), median(errors), _ninth(errors), most(errors), median(left), _ninth(left)]
 
 
 def _ninth(numbers: Sequence[Number]) -> Number:
@@ -145,9 +145,9 @@ def _picture(found: Sequence[Compared]) -> Figure:
     canvas, axes = new_figure(len(FILES), height=3.6, sharex=True, sharey=True)
     names = methods_in_order(one.row["method"] for one in found)
     for axis, (file, words) in zip(axes[0], WORDS.items(), strict=True):
-        here = _of(found, file)
+        of_file = _of(found, file)
         for name, style in styles(names).items():
-            ones = [one for one in here if one.row["method"] == name]
+            ones = [one for one in of_file if one.row["method"] == name]
             measured, simulated = ([getattr(one, what).known for one in ones] for what in ("measured", "simulated"))
             axis.plot(measured, simulated, linestyle="", markersize=4, label=labelled(name, "simulated"), **style)
         axis.axline((1, 1), (10, 10), color="0.5", linewidth=1, zorder=0)

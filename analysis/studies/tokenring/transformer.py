@@ -183,12 +183,12 @@ def topologies(runs: Runs) -> Section:
 
 
 def _about_topology(cluster: str, gains: Gains) -> Text:
-    here = {key[1:]: gain for key, gain in gains.items() if key[0] == cluster}
-    faster, high = count(here.values(), lambda gain: gain > FASTER), most(here.values())
-    mask, tokens, n = next(key for key, gain in here.items() if gain.value == high.value)
-    along = [here[mask, tokens, other].known for other in TOPOLOGY_GPUS]
+    of_cluster = {key[1:]: gain for key, gain in gains.items() if key[0] == cluster}
+    faster, high = count(of_cluster.values(), lambda gain: gain > FASTER), most(of_cluster.values())
+    mask, tokens, n = next(key for key, gain in of_cluster.items() if gain.value == high.value)
+    along = [of_cluster[mask, tokens, other].known for other in TOPOLOGY_GPUS]
     grows = "grows with the GPUs" if along == sorted(along) else "does not grow steadily with the GPUs"
-    values = {"name": NAMES[cluster], "faster": faster, "all": count(here.values()), "high": high, "mask": mask}
+    values = {"name": NAMES[cluster], "faster": faster, "all": count(of_cluster.values()), "high": high, "mask": mask}
     values |= {"tokens": tokens, "n": n}
     return words(
         "tokenring.topology", **values, verdict=f", and {grows}" if faster.known else ": it has no advantage there"

@@ -50,11 +50,11 @@ class ShapedHome(Home):
         if not self.transfers_first:
             return
         mine = [int(thread) for thread in os.listdir("/proc/self/task")]
-        here = threading.get_native_id()
-        if here == os.getpid():
+        own_thread = threading.get_native_id()
+        if own_thread == os.getpid():
             _ask_for_long_slices()
         with contextlib.suppress(PermissionError):
-            for thread in mine if here == os.getpid() else [here]:
+            for thread in mine if own_thread == os.getpid() else [own_thread]:
                 if thread != os.getpid():
                     with contextlib.suppress(ProcessLookupError):  # it has ended since
                         os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))
