@@ -91,18 +91,18 @@ def matrix(plan: Plan, problem: Problem, by: str, cluster: Cluster | None = None
         costs = np.array(problem.blocks.pairs)
         label = labelled("query-key pairs for a head", "computed")
     ranks = np.arange(0, problem.n, problem.layout.head_parallel)
-    found = costs[problem.blocks.of(ranks[:, None], ranks)]
-    return Matrix(np.where(owners < 0, np.nan, found), label, whole=False)
+    costs_of_blocks = costs[problem.blocks.of(ranks[:, None], ranks)]
+    return Matrix(np.where(owners < 0, np.nan, costs_of_blocks), label, whole=False)
 
 
 def _steps(plan: Plan, problem: Problem) -> np.ndarray:
     """The step in which a rank computes each block; the last step if it computes the heads in slices."""
     degree = problem.layout.head_parallel
-    ranks, found = np.arange(0, plan.n, degree), np.full((plan.n // degree, plan.n // degree), np.nan)
+    ranks, step_of = np.arange(0, plan.n, degree), np.full((plan.n // degree, plan.n // degree), np.nan)
     for op, step in zip(plan.ops, plan.steps, strict=True):
         if isinstance(op, Attend | AttendBackward):
-            found[op.q.owner(ranks) // degree, op.kv.owner(ranks) // degree] = step
-    return found
+            step_of[op.q.owner(ranks) // degree, op.kv.owner(ranks) // degree] = step
+    return step_of
 
 
 def panel(ax: Axes, shown: Matrix, owners: np.ndarray) -> None:

@@ -73,17 +73,17 @@ def _compare(arguments: list[str]) -> int:
             " ".join(names) or "no records", "must be two, A and B", "results/before results/after would"
         )
     same, fail = _threshold(given.get("same")), flag({"fail_slower": False} | given, "fail_slower")
-    found = paired(*names)
-    rows = [compare(a, b, same) for a, b in found.pairs]
+    pairing = paired(*names)
+    rows = [compare(a, b, same) for a, b in pairing.pairs]
     if given.get("csv"):
         path = Path(given["csv"])
         path.parent.mkdir(parents=True, exist_ok=True)
-        frame(found, rows).to_csv(path, index=False)
+        frame(pairing, rows).to_csv(path, index=False)
     if MARKDOWN in arguments:
-        print(markdown(names, found, rows, _notes(found, rows)))
+        print(markdown(names, pairing, rows, _notes(pairing, rows)))
     else:
-        show(make_console(), names, found, rows)
-    return 1 if fail and any(map(worse, found.pairs, rows)) else 0
+        show(make_console(), names, pairing, rows)
+    return 1 if fail and any(map(worse, pairing.pairs, rows)) else 0
 
 
 def _threshold(same: str | None) -> float | None:
@@ -102,18 +102,18 @@ def compare(a: Point, b: Point, same: float | None = None) -> list[Row]:
     measured = a.record.measured
     limit = same if same is not None else SAME_MEASURED if measured else ROUNDING
     samples = [frames.iterations(frames.samples(point.record, point.path)) for point in (a, b)] if measured else []
-    found = []
+    rows = []
     for name in ("step", *TIMES):
         one, other = _seconds(a, name), _seconds(b, name)
         ratio = None
         if one is not None and other is not None:
             ratio = _measured(name, a, b, samples, other / one) if measured else exact(one, other)
-        found.append(Row(name, one, other, ratio, ratio.verdict(limit) if ratio else "-"))
+        rows.append(Row(name, one, other, ratio, ratio.verdict(limit) if ratio else "-"))
     for name, field in AMOUNTS.items():
         one, other = getattr(a.record, field), getattr(b.record, field)
         ratio = None if one is None or other is None else exact(one, other)
-        found.append(Row(name, one, other, ratio, OF_AMOUNTS[ratio.verdict(ROUNDING)] if ratio else "-"))
-    return found
+        rows.append(Row(name, one, other, ratio, OF_AMOUNTS[ratio.verdict(ROUNDING)] if ratio else "-"))
+    return rows
 
 
 def _seconds(point: Point, name: str) -> float | None:

@@ -66,14 +66,14 @@ def _explore(arguments: list[str]) -> int:
 
 def found_in(folders: Sequence[Path]) -> Mapping[Path, Record]:
     """The records in some folders and below. Raises RequestError if there are none."""
-    found = gather(folders)
-    left_out = [*found.unread.values(), *(why for _, why in found.broken.values())]
+    gathered = gather(folders)
+    left_out = [*gathered.unread.values(), *(why for _, why in gathered.broken.values())]
     if left_out:
         say(f"left out, {len(left_out)} files that are no records of this code: {left_out[0]}")
-    if not found.records:
+    if not gathered.records:
         names = ", ".join(map(str, folders))
         raise RequestError(names, "has no records", "the results_dir of a run of python -m sp_bench would work")
-    return found.records
+    return gathered.records
 
 
 def title_of(folders: Sequence[Path]) -> str:

@@ -28,13 +28,13 @@ def points(folder: str | Path) -> pd.DataFrame:
     `method` is an ordered category, and `mode` a category of words (measured, simulated). A warning names files that
     are no records.
     """
-    found = records.load(folder)
-    for name in [name for name in found.columns if "_ms_" in f"{name}_"]:
-        found[name] = np.asarray(found[name], float) / 1e3
-        found = found.rename(columns={name: f"{name}_".replace("_ms_", "_s_").removesuffix("_")})
-    found["mode"] = pd.Categorical([RECORD_KINDS[mode] for mode in found["mode"]], [*RECORD_KINDS.values()])
-    found["method"] = pd.Categorical(found["method"], methods_in_order(found["method"]), ordered=True)
-    return found
+    frame = records.load(folder)
+    for name in [name for name in frame.columns if "_ms_" in f"{name}_"]:
+        frame[name] = np.asarray(frame[name], float) / 1e3
+        frame = frame.rename(columns={name: f"{name}_".replace("_ms_", "_s_").removesuffix("_")})
+    frame["mode"] = pd.Categorical([RECORD_KINDS[mode] for mode in frame["mode"]], [*RECORD_KINDS.values()])
+    frame["method"] = pd.Categorical(frame["method"], methods_in_order(frame["method"]), ordered=True)
+    return frame
 
 
 def named(record: Record) -> str:
@@ -56,13 +56,13 @@ def samples(record: Record, path: Path) -> pd.DataFrame:
     file = records.beside(path).get("samples")
     columns = ["rank", "iteration", "phase", "part", "seconds"]
     stored = pd.DataFrame(json.loads(file.read_text()) if file else None, columns=columns)
-    found = stored.loc[stored["part"] == STEP].drop(columns="part").reset_index(drop=True)
-    phases = [phase for phase in PHASES if phase in set(found["phase"])]
-    found["phase"] = pd.Categorical(found["phase"], phases, ordered=True)
+    of_step = stored.loc[stored["part"] == STEP].drop(columns="part").reset_index(drop=True)
+    phases = [phase for phase in PHASES if phase in set(of_step["phase"])]
+    of_step["phase"] = pd.Categorical(of_step["phase"], phases, ordered=True)
     about = {"run_id": record.run_id, "method": record.method, "variant": record.variant or ""}
     for at, (name, value) in enumerate({**about, "mode": RECORD_KINDS[record.mode]}.items()):
-        found.insert(at, name, value)
-    return found
+        of_step.insert(at, name, value)
+    return of_step
 
 
 def iterations(found: pd.DataFrame) -> pd.DataFrame:

@@ -51,20 +51,20 @@ def _cells(study: Study) -> list[str | nbformat.NotebookNode]:
 
     A slot that stands alone is a figure's cell; words with slots inside are shown by a cell that fills them.
     """
-    code, found = nbformat.v4.new_code_cell, []
+    code, cells = nbformat.v4.new_code_cell, []
     for i, part in enumerate(_CODE.split(study.page.partition("\n")[2])):
         if i % 2:
-            found.append(code(part))
+            cells.append(code(part))
             continue
         for block in filter(None, map(str.strip, re.split(r"^(\{\w+\})$", part, flags=re.MULTILINE))):
             slot = SLOT.fullmatch(block)
             if slot and callable(getattr(study.module, slot[1], None)):
-                found.append(code(f"{study.name}.{slot[1]}(runs)"))
+                cells.append(code(f"{study.name}.{slot[1]}(runs)"))
             elif any(SLOT.findall(block)):
-                found.append(code(f"Markdown(study.filled({_literal(block)}, runs))"))
+                cells.append(code(f"Markdown(study.filled({_literal(block)}, runs))"))
             else:
-                found.append(block)
-    return found
+                cells.append(block)
+    return cells
 
 
 def _literal(text: str) -> str:

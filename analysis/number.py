@@ -189,20 +189,20 @@ def command(config: Any, own: Path | None = None) -> str:
     chosen_groups = {key: name for key, name in groups.items() if name in choices(key, own)}
     chosen = tuple(f"{key}={name}" for key, name in chosen_groups.items() if key != "logger")
     plain, usual = composed((), own), composed(chosen, own)
-    found, beside = [], ""
+    arguments, beside = [], ""
     for key, value in config.items():
         if key in NOT_IN_COMMANDS:
             continue
         if key == "data":
-            found += _data(value) if value != plain.get(key) else []
+            arguments += _data(value) if value != plain.get(key) else []
         elif key not in groups:
-            found += _changed(key, value, usual.get(key))
+            arguments += _changed(key, value, usual.get(key))
         elif value != plain.get(key):
-            found.append(f"{key}={groups[key]}")
-            found += _changed(key, value, usual[key]) if key in chosen_groups else []
+            arguments.append(f"{key}={groups[key]}")
+            arguments += _changed(key, value, usual[key]) if key in chosen_groups else []
             if groups[key] not in choices(key):
                 beside = f"--config-dir {own} " if key in chosen_groups else f"{SOMEBODYS} "
-    return beside + " ".join(found)
+    return beside + " ".join(arguments)
 
 
 def _data(value: Mapping[str, Any]) -> list[str]:

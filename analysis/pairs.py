@@ -79,18 +79,18 @@ def read(argument: str, notes: list[str]) -> list[Point]:
         for point in read(folder, notes):
             by_commit.setdefault(provenance_of(point.record).get("git_commit") or "unknown", []).append(point)
         named = git(ROOT, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
-        found = [point for made_by, own in by_commit.items() if made_by.startswith(named or commit) for point in own]
-        if not found:
+        points = [point for made_by, own in by_commit.items() if made_by.startswith(named or commit) for point in own]
+        if not points:
             commits = sorted(made_by[:7] for made_by in by_commit)
             raise RequestError(argument, "has no records", f"{folder}@{commits[0]} would work; commits: {commits}")
-        return found
+        return points
     if path.is_dir():
-        found = gather([path])
-        if others := [*found.unread.values(), *(why for _, why in found.broken.values())]:
+        gathered = gather([path])
+        if others := [*gathered.unread.values(), *(why for _, why in gathered.broken.values())]:
             notes.append(f"{argument} has {len(others)} files that this code can't read as records: {others[0]}")
-        if not found.records:
+        if not gathered.records:
             raise RequestError(argument, "has no records", would_work)
-        return [Point(record, file) for file, record in found.records.items()]
+        return [Point(record, file) for file, record in gathered.records.items()]
     try:
         return [Point(records.read(path), path)]
     except (OSError, ValueError) as error:
@@ -150,13 +150,13 @@ def _newest(name: str, points: Sequence[Point], notes: list[str]) -> dict[str, P
     of_key: dict[str, list[Point]] = {}
     for point in sorted(points, key=_written):
         of_key.setdefault(json.dumps(point.asked, sort_keys=True, default=str), []).append(point)
-    found = {}
+    by_request = {}
     for key, several in of_key.items():
         newest = several[-1]
-        found[key] = replace(newest, runs=tuple(point for point in several if _is_run_of(newest, point)))
-    if older := len(points) - sum(len(point.runs) for point in found.values()):
+        by_request[key] = replace(newest, runs=tuple(point for point in several if _is_run_of(newest, point)))
+    if older := len(points) - sum(len(point.runs) for point in by_request.values()):
         notes.append(f"{name} has {older} older records of these points, by other code or machines: left out")
-    return {key: found[key] for key in sorted(found, key=lambda key: found[key].label)}
+    return {key: by_request[key] for key in sorted(by_request, key=lambda key: by_request[key].label)}
 
 
 def _is_run_of(newest: Point, other: Point) -> bool:
@@ -178,21 +178,21 @@ def differences(a: Point, b: Point) -> list[str]:
     """The differences in the requests and variants, as `key: value of A, value of B`."""
     asked_a, asked_b = a.asked, b.asked
     keys = [key for key in {**asked_a, **asked_b} if asked_a.get(key) != asked_b.get(key)]
-    found = [f"{key}: {asked_a.get(key, '-')}, {asked_b.get(key, '-')}" for key in keys]
+    lines = [f"{key}: {asked_a.get(key, '-')}, {asked_b.get(key, '-')}" for key in keys]
     if a.record.variant != b.record.variant:
-        found.append(f"variant: {a.record.variant}, {b.record.variant}")
-    return found
+        lines.append(f"variant: {a.record.variant}, {b.record.variant}")
+    return lines
 
 
 def machines(pairs: Sequence[tuple[Point, Point]]) -> list[str]:
     """The differences in the machines and the code behind the pairs, a line for each."""
-    found: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for a, b in pairs:
         there_a, there_b = (_machine(point.record) for point in (a, b))
         for key in there_a:
             if there_a[key] != there_b[key]:
-                found[f"{key} is {there_a[key]} in A and {there_b[key]} in B"] = None
-    return list(found)
+                lines[f"{key} is {there_a[key]} in A and {there_b[key]} in B"] = None
+    return list(lines)
 
 
 def _machine(record: Record) -> dict[str, Any]:

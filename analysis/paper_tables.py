@@ -15,10 +15,10 @@ STUDIES = Path(__file__).parent / "studies"
 @cache
 def path_of(table: str) -> Path:
     """The file of a table. Raises LookupError if no study has it."""
-    found = list(STUDIES.glob(f"*/{table}.csv"))
-    if len(found) != 1:
-        raise LookupError(f"{table}: {len(found)} studies have such a table")
-    return found[0]
+    files = list(STUDIES.glob(f"*/{table}.csv"))
+    if len(files) != 1:
+        raise LookupError(f"{table}: {len(files)} studies have such a table")
+    return files[0]
 
 
 @cache

@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _draw(arguments: list[str]) -> int:
     out, ranks, paths = _parsed(arguments)
-    found = [(path, _read(path)) for path in paths]
-    figures = [figure for path, record in found for figure in _of(path, record, ranks)]
-    if bounded := [record for _, record in found if record.bound_ms]:
+    records = [(path, _read(path)) for path in paths]
+    figures = [figure for path, record in records for figure in _of(path, record, ranks)]
+    if bounded := [record for _, record in records if record.bound_ms]:
         figures.append(bound_bars(bounded))
     if not figures:
         raise RequestError(" ".join(map(str, paths)), "have nothing to draw", "a record that is ok would work")
@@ -75,12 +75,12 @@ def _read(path: Path) -> Record:
 def _of(path: Path, record: Record, ranks: Sequence[int] | None) -> list[Figure]:
     """The pictures of one record: none for a failed point, no assignment matrix for a peer's implementation."""
     timed = record.mode != "alone" and {"trace", "samples"} & set(records.beside(path))
-    found = [timeline(record, path, ranks)] if timed else []
+    figures = [timeline(record, path, ranks)] if timed else []
     if record.status == "ok" and record.impl is None:
         kind = workload_named(record.workload)
         phases = [phase for phase in kind.phases_of(record.phase) if phase in PHASES]
-        found += [assignments.of_record(record, phase) for phase in phases]
-    return found
+        figures += [assignments.of_record(record, phase) for phase in phases]
+    return figures
 
 
 def bound_bars(found: Sequence[Record], name: str = "bounds", title: str = "Steps and their bounds") -> Figure:

@@ -21,10 +21,10 @@ def choice_of(record: Record) -> Choice:
     """
     if record.mode != "simulate" or record.status != "ok":
         raise ValueError(f"{record.run_id} is {record.mode}, {record.status}: it has no simulation")
-    found = _chosen(json.dumps(record.config))
-    if found.total_s * 1e3 != record.step_ms_median:
-        raise ValueError(f"{record.run_id} was made by other code: {record.step_ms_median} ms, now {found.total_s} s")
-    return found
+    choice = _chosen(json.dumps(record.config))
+    if choice.total_s * 1e3 != record.step_ms_median:
+        raise ValueError(f"{record.run_id} was made by other code: {record.step_ms_median} ms, now {choice.total_s} s")
+    return choice
 
 
 @lru_cache(maxsize=32)
@@ -35,8 +35,8 @@ def _chosen(config: str) -> Choice:
 
 def step_ends_ms(record: Record, phase: str = "forward") -> list[float]:
     """The end of each step of the plan in ms: when the last rank has computed and sent all of it."""
-    found = choice_of(record)
-    plan, run = found.plans[phase], found.runs[phase]
+    choice = choice_of(record)
+    plan, run = choice.plans[phase], choice.runs[phase]
     ends = np.zeros(max(plan.steps) + 1)
     for rank in range(plan.n):
         for item, span in zip(run.graph.items, run.spans(rank), strict=True):
@@ -61,9 +61,9 @@ def lanes_together(record: Record, lanes: tuple[str, str], phase: str = "forward
 
 def busy_links(record: Record, phase: str = "forward") -> dict[str, np.ndarray]:
     """The busy share of each link by class of links, (links,): its bytes over those of its full rate in the phase."""
-    found = choice_of(record)
+    choice = choice_of(record)
     cluster = resolve(record.config or {}).cluster
     network = cluster.network(record.gpus)
-    crossing = link_bytes(network, account.traffic(found.plans[phase], found.problem, cluster))
-    shares = crossing / network.link_bytes_per_s / found.runs[phase].makespan_s
+    crossing = link_bytes(network, account.traffic(choice.plans[phase], choice.problem, cluster))
+    shares = crossing / network.link_bytes_per_s / choice.runs[phase].makespan_s
     return {name: shares[network.link_class == i] for i, name in enumerate(network.first_link)}

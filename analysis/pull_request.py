@@ -57,7 +57,7 @@ def summary(rows: Sequence[Sequence[Row]]) -> str:
 
 def _made_with(points: Sequence[Point]) -> dict[str, str]:
     """Commit, hardware, software and command of a set's records; several of each if they differ."""
-    found: dict[str, dict[str, None]] = {}
+    values_of: dict[str, dict[str, None]] = {}
     for record in (run.record for point in points for run in point.runs or (point,)):
         known = provenance_of(record)
         commit = (known.get("git_commit") or "unknown")[:10] + " with changes" * bool(known.get("git_dirty"))
@@ -74,8 +74,8 @@ def _made_with(points: Sequence[Point]) -> dict[str, str]:
             "command": f"`python -m sp_bench {' '.join(known.get('argv') or ())}`",
         }
         for key, value in about.items():
-            found.setdefault(key, {})[str(value or "-")] = None
-    return {key: "<br>".join(values) for key, values in found.items()}
+            values_of.setdefault(key, {})[str(value or "-")] = None
+    return {key: "<br>".join(values) for key, values in values_of.items()}
 
 
 def _cells(a: Point, b: Point, of_pair: Sequence[Row]) -> tuple[str, ...]:

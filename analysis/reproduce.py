@@ -100,17 +100,17 @@ def reproduce(chosen: Sequence[Study], out: Path, *, with_notebooks: bool) -> in
     """Write the report and its parts to `out`; returns the exit code, 1 if a notebook has an error."""
     console, started, ran = Console(), time.perf_counter(), []
     runs = Runs(out / "records", progress=ran.append)
-    found: dict[str, list[Section]] = {}
+    by_study: dict[str, list[Section]] = {}
     for study in chosen:
         begun, before = time.perf_counter(), len(ran)
         with console.status(study.title):
-            sections = found[study.title] = study.sections(replace(runs, options=study.options))
+            sections = by_study[study.title] = study.sections(replace(runs, options=study.options))
         points, seconds = len(ran) - before, time.perf_counter() - begun
         console.print(f"{study.title}: {len(sections)} sections, {points} points in {seconds:.0f} s", highlight=False)
     report.write(
         out / "report.html",
         "Sequence-parallel attention: the papers' figures and ours",
-        found,
+        by_study,
         "Every number links to its source: a record (with the command that makes it again), a formula, or the paper's"
         " table.",
     )

@@ -132,11 +132,11 @@ class Runs:
 
     def ok(self, points: Iterable[Point]) -> list[Record]:
         """The records of points, like `ask`. Raises RuntimeError for a point that is not ok."""
-        found = self.ask(points)
-        for record in found:
+        records = self.ask(points)
+        for record in records:
             if record.status != "ok":
                 raise RuntimeError(f"{record.method} {record.variant}: {record.status}: {record.error}")
-        return found
+        return records
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
         """The result of `make` as JSON: measured once, and kept in <folder>/<name>.json."""
@@ -160,10 +160,10 @@ class Runs:
 
     def _measure(self, points: Sequence[Point]) -> None:
         """Measure all points at once: consecutive points of one problem are timed in turn, so they can be compared."""
-        found = {one: request_of(one) for one in points}
-        requests = [request for request in found.values() if isinstance(request, Request)]
+        by_point = {one: request_of(one) for one in points}
+        requests = [request for request in by_point.values() if isinstance(request, Request)]
         done = {o.record.run_id: o.record for o in run_points(requests, folder=self.folder, reuse=True)}
-        for one, request in found.items():
+        for one, request in by_point.items():
             self._keep(one, request if isinstance(request, Record) else done[request.run_id])
 
     def _ask_workers(self, points: Sequence[Point], workers: int) -> None:

@@ -142,8 +142,8 @@ def section(place: str, **values: Any) -> Section:
         if one.startswith("Table "):
             parts.append(_table(one, values))
         elif alone and not isinstance(values[alone[1]], str | Number):
-            found = values[alone[1]]
-            parts += found if isinstance(found, list) else [found]
+            value = values[alone[1]]
+            parts += value if isinstance(value, list) else [value]
         else:
             parts.append(Text(one.replace("\n", " "), _of(one, values)))
     return Section(str(Text(title, values)), *parts)

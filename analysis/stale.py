@@ -65,17 +65,17 @@ def _list(arguments: Sequence[str]) -> int:
     if git_state(ROOT)["git_commit"] is None:
         raise RequestError("analysis.stale", "needs the git checkout of this project", "a clone of it would work")
     folder = Path(only_keys(arguments, {"pages": ""}).get("pages", ROOT / "docs" / "results"))
-    found = pages(folder, studies().values())
-    old = [page for page in found if not page.is_of_todays_code]
-    print(*old, f"{len(found) - len(old)} of {len(found)} pages are of today's code", sep="\n")
+    all_pages = pages(folder, studies().values())
+    old = [page for page in all_pages if not page.is_of_todays_code]
+    print(*old, f"{len(all_pages) - len(old)} of {len(all_pages)} pages are of today's code", sep="\n")
     return 0
 
 
 def pages(folder: Path, of: Iterable[Study], root: Path = ROOT) -> list[Page]:
     """The pages of these studies in a folder; those whose code has changed most often come first."""
     made = ((study, path) for study in of if (path := folder / f"{study.name}.md").is_file())
-    found = [_page(path, [study.folder, *map(place, MEASURED_CODE)], root) for study, path in made]
-    return sorted(found, key=lambda page: (-page.commits, page.name))
+    read = [_page(path, [study.folder, *map(place, MEASURED_CODE)], root) for study, path in made]
+    return sorted(read, key=lambda page: (-page.commits, page.name))
 
 
 def _page(path: Path, code: Iterable[Path], root: Path) -> Page:

@@ -91,7 +91,7 @@ def measured(n: int, devices: Devices, specs: Sequence[Spec], iters: int, warmup
     except RankFailure as error:
         if len(specs) == 1:
             return [" ".join(str(error).split())]
-    return [found for one in specs for found in measured(n, devices, [one], iters, warmup)]
+    return [result for one in specs for result in measured(n, devices, [one], iters, warmup)]
 
 
 def exactness(n: int, kernel: str) -> Iterator[Row | str]:
@@ -101,13 +101,13 @@ def exactness(n: int, kernel: str) -> Iterator[Row | str]:
         with contextlib.suppress(RequestError):
             asked.append((method, spec(method, options, n, 1024 * n, kernel=kernel, wire=wire, alone=None)))
     results = measured(n, Devices(kind="cuda", shared=True), [one for _, one in asked], 1, 0)
-    for (method, one), found in zip(asked, results, strict=True):
+    for (method, one), result in zip(asked, results, strict=True):
         wire = one.problem.wire_dtype
-        if isinstance(found, str):
-            yield f"{method}, {n} ranks, {wire} on the wire: {found}"
+        if isinstance(result, str):
+            yield f"{method}, {n} ranks, {wire} on the wire: {result}"
         else:
-            errors = {name: f"{error:.1e}" for name, error in found.gate.overall.items()}
-            yield {"method": method, "ranks": str(n), "wire": wire, "kernel": found.kernel, **errors}
+            errors = {name: f"{error:.1e}" for name, error in result.gate.overall.items()}
+            yield {"method": method, "ranks": str(n), "wire": wire, "kernel": result.kernel, **errors}
 
 
 def alone(n: int, tokens: str, kernel: str) -> Iterator[Row | str]:
@@ -115,11 +115,11 @@ def alone(n: int, tokens: str, kernel: str) -> Iterator[Row | str]:
     seqlen = read(Tokens, tokens, "seqlen")
     asked = [(method, spec(method, options, n, seqlen, kernel=kernel, alone=0)) for method, options in METHODS]
     results = measured(1, Devices(kind="cuda"), [one for _, one in asked], ITERS, WARMUP)
-    for (method, one), found in zip(asked, results, strict=True):
-        if isinstance(found, str):
-            yield f"{method}, rank 0 of {n}: {found}"
+    for (method, one), result in zip(asked, results, strict=True):
+        if isinstance(result, str):
+            yield f"{method}, rank 0 of {n}: {result}"
         else:
-            yield {"method": method, "GPUs": str(n), **_taken(one, found)}
+            yield {"method": method, "GPUs": str(n), **_taken(one, result)}
 
 
 def _taken(one: Spec, found: RankResult) -> Row:
@@ -154,8 +154,8 @@ def _print(arguments: list[str]) -> int:
     complete = True
     tables = [exactness(n, kernel) for n in SHARED_BY]
     tables += [alone(n, tokens, kernel) for n, tokens in ALONE_OF]
-    for found in tables:
-        text, none_failed = with_failures(found)
+    for rows in tables:
+        text, none_failed = with_failures(rows)
         print(text, end="\n\n", flush=True)
         complete = complete and none_failed
     return 0 if complete else 1

@@ -108,16 +108,16 @@ BENCHES = {
 def kernels(bench: Bench) -> list[BlockKernel]:
     """The kernels that run here, or those of them asked for, in the order of `auto`, without the reference."""
     setting = (bench.device, bench.dtype, bench.head_dim)
-    found = [
+    running = [
         kernel for kernel in auto_order(bench.device) if kernel.name != "reference" and not kernel.refuses(*setting)
     ]
-    return [kernel() for kernel in found if bench.kernels is None or kernel.name in bench.kernels]
+    return [kernel() for kernel in running if bench.kernels is None or kernel.name in bench.kernels]
 
 
 def refusals(bench: Bench) -> list[Row]:
     """The kernels that don't run here, with the reason."""
-    found = {name: kernel.refuses(bench.device, bench.dtype, bench.head_dim) for name, kernel in KERNELS.items()}
-    return [{"kernel": name, "why not": why} for name, why in found.items() if why]
+    reasons = {name: kernel.refuses(bench.device, bench.dtype, bench.head_dim) for name, kernel in KERNELS.items()}
+    return [{"kernel": name, "why not": why} for name, why in reasons.items() if why]
 
 
 def attempts(case: Callable[..., Row], *choices: Iterable[Any]) -> Iterator[Row | str]:
@@ -145,10 +145,10 @@ def _errors(bench: Bench, kernel: BlockKernel, mask: RegionKind, kv_heads: int) 
     for tokens in bench.error_tokens:
         q, dout = (bench.random(tokens, seed=seed) for seed in (0, 3))
         k, v = (bench.random(tokens, kv_heads, seed=seed) for seed in (1, 2))
-        found, exact = (_all_results(x, q, k, v, dout, mask) for x in (kernel, KERNELS["reference"]()))
-        norms.append(torch.stack([squared_norms(found[name], exact[name]).cpu() for name in NAMES], dim=1))
+        results, exact = (_all_results(x, q, k, v, dout, mask) for x in (kernel, KERNELS["reference"]()))
+        norms.append(torch.stack([squared_norms(results[name], exact[name]).cpu() for name in NAMES], dim=1))
         elements.append(torch.tensor([exact[name].numel() for name in NAMES]))
-        lse_errors.append(_lse_error(found["lse"], exact["lse"]))
+        lse_errors.append(_lse_error(results["lse"], exact["lse"]))
     by_size, counts = torch.stack(norms, dim=2), torch.stack(elements, dim=1)
     together = relative_error(by_size.sum(dim=2), counts.sum(dim=1)).tolist()
     largest = relative_error(by_size, counts).amax(dim=1).tolist()

@@ -320,11 +320,11 @@ def row(name: str, n: int) -> dict[str, str]:
     with stubbed(n // 2 + 1, n):
         mine, ring = PlanStep(name, n), RingStep(n)
         blocks, transfers, hops = mine.count(Block), mine.count(Transfer), 3 * n - 2
-        found = {action: us((mine, ring), action) for action in Action}
+        spent = {action: us((mine, ring), action) for action in Action}
         asked = Counter(mine.device.asked)
         mine(Action.EVERYTHING)
         asked = mine.device.asked - asked
-    whole, alone, sent = (found[a] for a in (Action.EVERYTHING, Action.COMPUTE, Action.COMMUNICATION))
+    whole, alone, sent = (spent[a] for a in (Action.EVERYTHING, Action.COMPUTE, Action.COMMUNICATION))
     return {
         "method": name, "ranks": str(n), "blocks": str(blocks), "transfers": str(transfers),
         "us a block, all": f"{whole[0] / blocks:.0f}", "ring's loop, all": f"{whole[1] / (2 * n):.0f}",

@@ -50,9 +50,9 @@ def compare(path: Path, cluster: str | None = None, *, gpus: int = GPUS, tokens:
         shutil.copy(path, own / "cluster" / f"{MEASURED}.yaml")
         with Composer(own) as composer:
             for seqlen in tokens:
-                found = [(name, _simulated(composer, gpus, seqlen, name, kernel)) for name, kernel in cases]
-                measured_ms = min(known(record.step_ms_median) for name, record in found if name == MEASURED)
-                rows += [_row(record, measured_ms) for _, record in found]
+                records = [(name, _simulated(composer, gpus, seqlen, name, kernel)) for name, kernel in cases]
+                measured_ms = min(known(record.step_ms_median) for name, record in records if name == MEASURED)
+                rows += [_row(record, measured_ms) for _, record in records]
     return of_rows(rows)
 
 

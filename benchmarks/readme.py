@@ -46,8 +46,8 @@ def table() -> str:
 
 def advice() -> str:
     """The README's first answer: what advise says is the fastest, and by what figures."""
-    found = answer(Question(ADVISE.split()[3:]))
-    said, figures = heading(found)[2:4]
+    advised = answer(Question(ADVISE.split()[3:]))
+    said, figures = heading(advised)[2:4]
     return block(ADVISE, [*textwrap.wrap(said, 80), *textwrap.wrap(figures, 80)])
 
 
@@ -65,7 +65,7 @@ def shown(command: str) -> str:
 
 def mfu_by_gpus() -> dict[str, list[float | None]]:
     """The simulated MFU of each method on each number of GPUS; None where it can't be served."""
-    found: dict[str, list[float | None]] = {}
+    mfu_of: dict[str, list[float | None]] = {}
     with Composer() as composer:
         for method in METHODS:
             for gpus in GPUS:
@@ -74,8 +74,8 @@ def mfu_by_gpus() -> dict[str, list[float | None]]:
                     mfu = simulate_point(resolve(config))[0].mfu
                 except RequestError:
                     mfu = None
-                found.setdefault(method, []).append(mfu)
-    return found
+                mfu_of.setdefault(method, []).append(mfu)
+    return mfu_of
 
 
 def draw(mfu: dict[str, list[float | None]], path: Path) -> None:

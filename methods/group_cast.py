@@ -183,12 +183,12 @@ class GroupCastAttention(USP):
 
     def _chunks(self, problem: Problem, *tensors: Tensor) -> tuple[Chunk, ...]:
         """The rank's own chunks. With `inner` their home is a Grid: the neighbours, and the ranks with its place."""
-        found = super()._chunks(problem, *tensors)
+        chunks = super()._chunks(problem, *tensors)
         u, groups = self.head_parallel(problem.n), problem.n // self.head_parallel(problem.n)
         if self._near == 1:
-            return found
+            return chunks
         grid = Grid(Group(u, self._near, DOWN), Group(u * self._near, groups // self._near, DOWN))
-        return tuple(chunk._replace(home=grid) for chunk in found)
+        return tuple(chunk._replace(home=grid) for chunk in chunks)
 
     def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
         attend = cast_rows if self._near == 1 else relay_rows
@@ -287,8 +287,10 @@ class _Relayed:
     def casts(self, s: int, kv: Chunk, queries: Chunk) -> list[GroupCast]:
         """The casts that begin with step s."""
         crossing, passed = (each[s + ahead : s + ahead + 1] for each, ahead in ((self.across, 2), (self.owns, 1)))
-        found = [GroupCast("outer kv", kv, members, queries) for members in crossing]
-        return found + [GroupCast("kv", kv.at(own), self.beside(own), queries) for owns in passed for own in owns]
+        crossing_casts = [GroupCast("outer kv", kv, members, queries) for members in crossing]
+        return crossing_casts + [
+            GroupCast("kv", kv.at(own), self.beside(own), queries) for owns in passed for own in owns
+        ]
 
     def _with(self, across: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(u + place for u in across for place in range(self._size))

@@ -50,12 +50,12 @@ class LoongTrain(USP):
 
     def candidates(self, problem: Problem) -> tuple[LoongTrain, ...]:
         """One variant for each u and each w that the options allow."""
-        found = []
+        variants = []
         for method in super().candidates(problem):
             ring = problem.n // method.size
             possible = [w for w in divisors(ring) if w < ring or ring == 1] if self.inner == "auto" else [self.inner]
-            found += [replace(method, inner=w) for w in possible if ring % int(w) == 0]
-        return tuple(found)
+            variants += [replace(method, inner=w) for w in possible if ring % int(w) == 0]
+        return tuple(variants)
 
     def variant(self, n: int) -> str:
         """The Ulysses degree and the sizes of the outer and the inner rings, in words."""
@@ -70,8 +70,8 @@ class LoongTrain(USP):
     def _chunks(self, problem: Problem, *tensors: Tensor) -> tuple[Chunk, ...]:
         """As Ulysses', but KV and dKV by heads are at home in rings of two levels."""
         home = rings(problem.n, self._inner, stride=self.head_parallel(problem.n))
-        found = super()._chunks(problem, *tensors)
-        return tuple(c._replace(home=home) if c.tensor.of_keys else c for c in found)
+        chunks = super()._chunks(problem, *tensors)
+        return tuple(c._replace(home=home) if c.tensor.of_keys else c for c in chunks)
 
     def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
         pass_rounds(steps, [q_h], [kv_h], [o_h])

@@ -82,13 +82,13 @@ def _fastest_s(times: TileTimes, hops: int, own_first: bool) -> float:
     """The time of the fastest relaxed schedule that computes block (0, 0) first, or nothing before a receive."""
     layer: dict[State, list[Pair]] = {(0, 0, 0, 0): [(0.0, times.block_s * own_first)]}
     for _ in range(hops):
-        found: dict[State, list[Pair]] = {}
+        reached: dict[State, list[Pair]] = {}
         for state, pairs in layer.items():
             for after, hop_s in _moves(times, state):
-                found.setdefault(after, []).extend(
+                reached.setdefault(after, []).extend(
                     _later(times, state, after, hop_s, pair, own_first) for pair in pairs
                 )
-        layer = {state: _unbeaten(pairs) for state, pairs in found.items()}
+        layer = {state: _unbeaten(pairs) for state, pairs in reached.items()}
     return max(min(max(pair) for pairs in layer.values() for pair in pairs), times.a * times.b * times.block_s)
 
 

@@ -68,8 +68,8 @@ class GatheredMesh(OrderedMesh, CollectiveMethod):
     def candidates(self, problem: Problem) -> tuple[Self, ...]:
         """Each of those with rings, and each tile and placement by gathers, in each number of slices."""
         self.refuse(problem)
-        found = [super(GatheredMesh, one).candidates(problem) for one in self._forms()]
-        return tuple(mesh for of_form in found for mesh in of_form)
+        by_form = [super(GatheredMesh, one).candidates(problem) for one in self._forms()]
+        return tuple(mesh for of_form in by_form for mesh in of_form)
 
     def leaner(self) -> tuple[OrderedMesh, ...]:
         """The orders of mesh_lean.py, which have rings."""
@@ -144,10 +144,10 @@ class GatheredMesh(OrderedMesh, CollectiveMethod):
         return one_block([block(i, u, v) for u in range(a) for v in range(b)], problem)
 
     def _groups(self, problem: Problem) -> tuple[Group | Grid, Group | Grid]:
-        found = super()._groups(problem)
+        groups = super()._groups(problem)
         if not self._gathers:
-            return found
-        q_group, kv_group = (group.as_group if isinstance(group, Grid) else group for group in found)
+            return groups
+        q_group, kv_group = (group.as_group if isinstance(group, Grid) else group for group in groups)
         return q_group, kv_group
 
     def _held(self, problem: Problem, tensor: Tensor) -> Tensor:
@@ -158,13 +158,13 @@ class GatheredMesh(OrderedMesh, CollectiveMethod):
         """The forms that the options stand for. What only one of them has decides for it."""
         if self.form != "auto":
             return [self]
-        found = []
+        forms = []
         for form in ("ring", "gather"):
             try:
-                found.append(replace(self, form=form))
+                forms.append(replace(self, form=form))
             except RequestError:
                 continue
-        return found
+        return forms
 
     def _schedules(self, problem: Problem) -> list[tuple[str, int]]:
         if not self._gathers:

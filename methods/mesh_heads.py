@@ -73,11 +73,11 @@ class SplitMesh(SplitsHeads, GatheredMesh):
     def candidates(self, problem: Problem) -> tuple[Self, ...]:
         """Each variant of the tile, for each degree that the options allow."""
         self.refuse(problem)
-        found: list[Self] = []
+        variants: list[Self] = []
         for u in self._degrees(problem):
             if u == 1 or self.slices in (1, "auto"):
-                found += super(SplitMesh, replace(self, ulysses=u)).candidates(problem)
-        return tuple(found)
+                variants += super(SplitMesh, replace(self, ulysses=u)).candidates(problem)
+        return tuple(variants)
 
     def head_parallel(self, n: int) -> int:
         """The degree u. Raises RequestError where it doesn't divide n, or while it is auto and matters."""
@@ -96,10 +96,10 @@ class SplitMesh(SplitsHeads, GatheredMesh):
         sent, u = super().chunks_sent(problem, phase), problem.layout.head_parallel
         if u == 1:
             return sent
-        found: dict[Tensor, float | Fraction] = {tensor.by_heads: count for tensor, count in sent.items()}
+        by_tensor: dict[Tensor, float | Fraction] = {tensor.by_heads: count for tensor, count in sent.items()}
         for tensor in (Q, KV.by_heads, OUT) if phase == "forward" else (DO, DQ, DKV.by_heads):
-            found[tensor] = found.get(tensor, 0) + Fraction(u - 1, u)
-        return found
+            by_tensor[tensor] = by_tensor.get(tensor, 0) + Fraction(u - 1, u)
+        return by_tensor
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """The tile's plan; between all-to-alls where heads are split."""
@@ -137,8 +137,8 @@ class SplitMesh(SplitsHeads, GatheredMesh):
 
     def _degrees(self, problem: Problem) -> list[int]:
         """The degrees u that the options stand for."""
-        found = self._possible(problem) if self.ulysses == "auto" else [self.ulysses]
-        return [u for u in found if self.tile == "auto" or self.tile[0] * self.tile[1] * u == problem.n]
+        degrees = self._possible(problem) if self.ulysses == "auto" else [self.ulysses]
+        return [u for u in degrees if self.tile == "auto" or self.tile[0] * self.tile[1] * u == problem.n]
 
     def _possible(self, problem: Problem) -> list[int]:
         """Every u that divides n and splits heads and key heads."""

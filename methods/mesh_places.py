@@ -51,8 +51,8 @@ class PlacedMesh(MeshAttention):
         shapes = self._tiles(problem)
         if not any(self._placements(*shape) for shape in shapes):
             shown = self.placement if isinstance(self.placement, str) else "[{},{}]".format(*self.placement)
-            found = sorted({inside for a, b in shapes for inside in _inside(a, b)})
-            listed = ", ".join(f"[{p},{q}]" for p, q in found) or "q or kv"
+            fitting = sorted({inside for a, b in shapes for inside in _inside(a, b)})
+            listed = ", ".join(f"[{p},{q}]" for p, q in fitting) or "q or kv"
             rule = f"must be [p,q] with p a divisor of a and q of b, for a tile [a,b] of {problem.n} GPUs"
             raise RequestError(
                 f"method.placement={shown}", rule, f"method.placement={listed.split(', ')[0]} would work"
@@ -124,8 +124,8 @@ class PlacedMesh(MeshAttention):
 
 def _inside(a: int, b: int) -> list[tuple[int, int]]:
     """The tiles [p,q] of NODES ranks, both sides above 1, that divide an a x b tile and are not all of it."""
-    found = [shape for size in NODES for shape in tiles(size) if 1 not in shape and shape != (a, b)]
-    return [(p, q) for p, q in found if a % p == 0 and b % q == 0]
+    shapes = [shape for size in NODES for shape in tiles(size) if 1 not in shape and shape != (a, b)]
+    return [(p, q) for p, q in shapes if a % p == 0 and b % q == 0]
 
 
 def _two_levels(stride: int, inner: int, jump: int, outer: int, way: int = UP) -> Group | Grid:

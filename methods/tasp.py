@@ -69,12 +69,12 @@ class TASP(DoubleRing):
 
     def candidates(self, problem: Problem) -> tuple[TASP, ...]:
         """One variant for each inner size that has so many rings."""
-        found = []
+        variants = []
         for method in super().candidates(problem):
             counts = _counts(method.size, problem)
             wanted = counts[-1] if self.rings == "auto" else self.rings
-            found += [replace(method, rings=count) for count in counts if count == wanted]
-        return tuple(found)
+            variants += [replace(method, rings=count) for count in counts if count == wanted]
+        return tuple(variants)
 
     def head_slices(self, problem: Problem) -> int:
         """The number of rings."""

@@ -159,9 +159,9 @@ class UPipe(Ulysses):
 
         def give_back(stage: int) -> list[Op]:
             keys, part = divmod(stage, problem.query_parts)
-            found: list[Op] = [self._all_to_all(problem, dq_h[stage], dq[stage])]
+            ops: list[Op] = [self._all_to_all(problem, dq_h[stage], dq[stage])]
             last = part + 1 == problem.query_parts
-            return [*found, self._all_to_all(problem, dkv_h[keys], dkv[keys])] if last else found
+            return [*ops, self._all_to_all(problem, dkv_h[keys], dkv[keys])] if last else ops
 
         steps = self._staged(problem, exchange, attend, give_back)
         return steps.plan("backward", problem.n, inputs=(*q, *do, *kv), outputs=(*dq, *dkv), kept=tuple(o_h))

@@ -120,7 +120,9 @@ class Sweep:
 
     def missing(self, task: Task) -> list[Point]:
         """The points of a task that still have to run."""
-        return [point for point in task.points if (found := self.record(point)) is None or found.status not in FINISHED]
+        return [
+            point for point in task.points if (record := self.record(point)) is None or record.status not in FINISHED
+        ]
 
     @property
     def jobs(self) -> dict[int, list[int]]:

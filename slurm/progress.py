@@ -79,13 +79,13 @@ def _finishes(sweep: Sweep) -> list[tuple[float, int]]:
     """When each task's points were finished, since the last submission, and how many. Seconds since the epoch."""
     submitted = sweep.folder / "jobs.json"
     since = submitted.stat().st_mtime if submitted.exists() else 0.0
-    found = []
+    finishes = []
     for task in sweep.tasks:
         files = [sweep.folder / "points" / f"{point.id}.json" for point in task.points]
         times = [file.stat().st_mtime for file in files if file.exists()]
         if times and max(times) >= since:
-            found.append((max(times), len(times)))
-    return sorted(found)
+            finishes.append((max(times), len(times)))
+    return sorted(finishes)
 
 
 def _left_s(finishes: Sequence[tuple[float, int]], to_do: int, now_s: float) -> float | None:

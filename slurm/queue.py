@@ -73,13 +73,13 @@ def tasks(settings: Settings, jobs: Sequence[int]) -> dict[int, TaskState]:
     # squeue --jobs fails for jobs that it has forgotten.
     fields = ",".join(f"{field}:24" for field in SQUEUE) + ",Reason:256"
     command = ("squeue", "--noheader", "--array", "--states=all", "--user", str(os.getuid()), f"--Format={fields}")
-    found: dict[int, TaskState] = {}
+    states: dict[int, TaskState] = {}
     for line in _output(settings, *command).splitlines():
         job, number, state, status, restarts, left, reason = line.split(maxsplit=len(SQUEUE))
         if int(job) not in jobs or not number.isdigit():
             continue
-        if (before := found.get(int(number))) is None or before.job < int(job):
-            found[int(number)] = TaskState(
+        if (before := states.get(int(number))) is None or before.job < int(job):
+            states[int(number)] = TaskState(
                 job=int(job),
                 number=int(number),
                 state=state,
@@ -88,7 +88,7 @@ def tasks(settings: Settings, jobs: Sequence[int]) -> dict[int, TaskState]:
                 restarts=int(restarts),
                 left_s=seconds(left),
             )
-    return found
+    return states
 
 
 def accounted(settings: Settings, jobs: Sequence[int]) -> Iterator[TaskState]:
@@ -117,10 +117,10 @@ def seconds(text: str) -> int | None:
     """The seconds of SLURM's days-hours:minutes:seconds; None for UNLIMITED. INVALID is beyond the limit."""
     if text == "INVALID":
         return 0
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if not found:
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if not match:
         return None
-    days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
     return 86400 * days + 3600 * hours + 60 * minutes + rest
 
 

@@ -26,14 +26,14 @@ def summary(sweep: Sweep) -> str:
     settings, groups = sweep.settings, by_gpus(sweep.tasks)
     points = sum(len(task.points) for task in sweep.tasks)
     most = max(map(settings.nodes, groups))
-    found = f"{len(groups)} job arrays, {len(sweep.tasks)} tasks, {points} points; up to {most} nodes a task"
+    text = f"{len(groups)} job arrays, {len(sweep.tasks)} tasks, {points} points; up to {most} nodes a task"
     if limit_s := queue.seconds(settings.time):
         hours = sum(gpus * len(tasks) for gpus, tasks in groups.items()) * limit_s / 3600
-        found += f"; at most {hours:.4g} GPU hours, if each task takes its {settings.time}"
-    found += f"; account {settings.account or 'by default'}, partition {settings.partition or 'by default'}"
+        text += f"; at most {hours:.4g} GPU hours, if each task takes its {settings.time}"
+    text += f"; account {settings.account or 'by default'}, partition {settings.partition or 'by default'}"
     if settings.container:
-        found += f"; the image needs what {ROOT} imports: it is mounted and needs no install, its dependencies do"
-    return found
+        text += f"; the image needs what {ROOT} imports: it is mounted and needs no install, its dependencies do"
+    return text
 
 
 def write(sweep: Sweep) -> None:

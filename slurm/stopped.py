@@ -46,13 +46,13 @@ class Stopped:
     @property
     def lines(self) -> list[str]:
         """The text: why, which tasks, the log and the next command."""
-        found = [f"{self.why}: {_count(len(self.tasks), 'task')}, {_count(self.points, 'point')}"]
+        text = [f"{self.why}: {_count(len(self.tasks), 'task')}, {_count(self.points, 'point')}"]
         more = f" and {_count(len(self.tasks) - 1, 'other')}" if len(self.tasks) > 1 else ""
-        found += [f"  {' '.join(self.ids)}: {described(self.tasks[0])}{more}"] if self.ids else []
+        text += [f"  {' '.join(self.ids)}: {described(self.tasks[0])}{more}"] if self.ids else []
         if self.log:
             path, last = self.log
-            found += [f"  log:  {_short(path)}", *([f"        {last}"] if last else [])]
-        return [*found, f"  next: {self.next}"]
+            text += [f"  log:  {_short(path)}", *([f"        {last}"] if last else [])]
+        return [*text, f"  next: {self.next}"]
 
 
 def described(task: Task) -> str:
@@ -88,14 +88,14 @@ def _by_reason(sweep: Sweep, states: Mapping[int, TaskState], todo: Sequence[Tas
 def _states(sweep: Sweep, in_slurm: Mapping[int, TaskState], todo: Sequence[Task]) -> dict[int, TaskState]:
     """The tasks' states; accounting is asked for those that squeue has forgotten."""
     newest = {number: job for job, numbers in sorted(sweep.jobs.items()) for number in numbers}
-    found = {number: said for number, said in in_slurm.items() if newest.get(number) == said.job}
-    forgotten = {newest[task.number] for task in todo if task.number in newest and task.number not in found}
+    states = {number: said for number, said in in_slurm.items() if newest.get(number) == said.job}
+    forgotten = {newest[task.number] for task in todo if task.number in newest and task.number not in states}
     of_jobs = queue.accounted(sweep.settings, sorted(forgotten)) if forgotten else ()
-    found |= {said.number: said for said in of_jobs if newest.get(said.number) == said.job}
+    states |= {said.number: said for said in of_jobs if newest.get(said.number) == said.job}
     for task in todo:
-        if (job := newest.get(task.number)) is not None and task.number not in found:
-            found[task.number] = TaskState(job=job, number=task.number, state=FORGOTTEN, reason="None")
-    return found
+        if (job := newest.get(task.number)) is not None and task.number not in states:
+            states[task.number] = TaskState(job=job, number=task.number, state=FORGOTTEN, reason="None")
+    return states
 
 
 def _stopped(sweep: Sweep, states: Mapping[int, TaskState], why: str, then: str, tasks: Sequence[Task]) -> Stopped:
@@ -185,8 +185,8 @@ def _end_of(log: Path) -> str:
 
 def _telling_line(log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    found = (line for pattern in TELLING for line in reversed(lines) if pattern.search(line))
-    return next(found, lines[-1] if lines else "")
+    telling = (line for pattern in TELLING for line in reversed(lines) if pattern.search(line))
+    return next(telling, lines[-1] if lines else "")
 
 
 def _ids(states: Sequence[TaskState]) -> list[str]:

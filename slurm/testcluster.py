@@ -183,14 +183,14 @@ def _path() -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    found: list[int] = []
+    ports: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
-            found.append(port)
-        if len(found) == count:
+            ports.append(port)
+        if len(ports) == count:
             break
-    return found
+    return ports
 
 
 def _wait_for(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
@@ -204,13 +204,13 @@ def _wait_for(condition: Callable[[], bool], what: str, patience_s: float = PATI
 
 def _processes(name: str) -> list[int]:
     """The ids of all processes of a program, without zombies."""
-    found = []
+    pids = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             command, _, rest = status.read_text().partition("(")[2].rpartition(")")
             if command == name and rest.split()[0] != "Z":
-                found.append(int(status.parent.name))
-    return found
+                pids.append(int(status.parent.name))
+    return pids
 
 
 def _arguments_and_environment(pid: int) -> bytes:
@@ -227,11 +227,11 @@ def _descendants(pids: Iterable[int]) -> list[int]:
         with contextlib.suppress(OSError):
             parent = int(status.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(status.parent.name))
-    found, below = [], list(pids)
+    descendants, below = [], list(pids)
     while below:
         below = [child for pid in below for child in children.get(pid, [])]
-        found += below
-    return found
+        descendants += below
+    return descendants
 
 
 def _end(pids: list[int]) -> None:

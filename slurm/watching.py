@@ -67,17 +67,17 @@ def watch(sweep: Sweep, console: Console | None = None) -> int:
 
 def _until_over(sweep: Sweep, show: Callable[[Progress, float], None]) -> Progress:
     """Show the progress, and how long the controller has been silent, until no job is left; return the last one."""
-    found, answered = None, time.monotonic()
+    state, answered = None, time.monotonic()
     while True:
         try:
-            found, answered = progress(sweep), time.monotonic()
+            state, answered = progress(sweep), time.monotonic()
         except queue.SlurmError:
             if time.monotonic() - answered > PATIENCE_S:
                 raise
-        if found:
-            show(found, time.monotonic() - answered)
-            if found.over:
-                return found
+        if state:
+            show(state, time.monotonic() - answered)
+            if state.over:
+                return state
         time.sleep(POLL_S)
 
 

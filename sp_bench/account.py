@@ -112,11 +112,11 @@ def traffic(plan: Plan, problem: Problem, cluster: Cluster | None = None) -> Tra
         for (group, shift), sizes in zip(peers(op), messages(op, problem, ranks, wanted.get(index)), strict=True):
             total = sent.setdefault((group, shift), np.zeros(problem.n, np.int64))
             total += len(same) * sum(sizes.values())
-    found = [(group.member(ranks, shift), total) for (group, shift), total in sent.items()]
+    entries = [(group.member(ranks, shift), total) for (group, shift), total in sent.items()]
     for op, times in collectives.items():
         assert cluster
-        found += [(target, times * size) for target, size in _by_algorithm(op, problem, cluster)]
-    return found
+        entries += [(target, times * size) for target, size in _by_algorithm(op, problem, cluster)]
+    return entries
 
 
 def _by_algorithm(op: Collective, problem: Problem, cluster: Cluster) -> Traffic:
@@ -397,7 +397,7 @@ def _bytes_of_rows(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> 
     """Bytes of the partials of rows that GroupCasts brought, on each of the first ranks: all of a Gathered block's
     together, for the first.
     """
-    found: dict[Chunk, np.ndarray] = {}
+    by_chunk: dict[Chunk, np.ndarray] = {}
     for op in plan.ops:
         if not isinstance(op, Gathered):
             continue
@@ -405,8 +405,8 @@ def _bytes_of_rows(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> 
         for chunk in partials:
             summed, first = chunk not in unsummed, chunk == partials[0]
             each = sum(problem.token_bytes(field, wire=False, summed=summed) for field in chunk.tensor.fields)
-            found[chunk] = _rows(op, problem) * each * first
-    return found
+            by_chunk[chunk] = _rows(op, problem) * each * first
+    return by_chunk
 
 
 def _of_others(op: Op) -> bool:

@@ -240,10 +240,10 @@ def _interface(plan: Plan, problem: Problem) -> None:
             for u in range(copies[t])
             for i in range(problem.slices_of(t))
         }
-        found = [chunk._replace(home=Group(1, 1)) for chunk in given]
+        chunks = [chunk._replace(home=Group(1, 1)) for chunk in given]
         by_tensor = tuple(dict.fromkeys(chunk.tensor for chunk in given))
         count = sum(problem.slices_of(t) * copies.get(t, 1) for t in by_tensor)
-        whole = len(found) == len(set(found)) == count and wanted.issuperset(found)
+        whole = len(chunks) == len(set(chunks)) == count and wanted.issuperset(chunks)
         if not whole or (name == "outputs" and by_tensor not in COMPLETE[plan.phase]):
             slices = f", each in {problem.head_slices} slices" if problem.head_slices > 1 else ""
             slices += f" ({problem.key_slices} of keys)" if problem.query_parts > 1 else ""
@@ -301,14 +301,14 @@ def _one_slice(facts: _Facts, where: _Where | str, chunks: Sequence[Chunk]) -> N
 
 def _placed(facts: _Facts, chunk: Chunk, where: _Where | str, there: np.ndarray | bool = True) -> None:
     """A chunk's content must be what the index map says, on the ranks that are to have it."""
-    said, found = facts.owner(chunk), facts.content[chunk]
-    if found is said:
+    said, content = facts.owner(chunk), facts.content[chunk]
+    if content is said:
         return
-    rank = _first(there & (said != found))
-    if rank is not None and found[rank] == NOTHING:
+    rank = _first(there & (said != content))
+    if rank is not None and content[rank] == NOTHING:
         raise PlanError(f"{where}: on rank {rank}, {chunk} is needed and was not sent there")
     if rank is not None:
-        raise PlanError(f"{where}: on rank {rank}, {chunk} is global chunk {found[rank]} and should be {said[rank]}")
+        raise PlanError(f"{where}: on rank {rank}, {chunk} is global chunk {content[rank]} and should be {said[rank]}")
     if there is True:
         facts.content[chunk] = said  # the next look at it takes no time
 
@@ -471,8 +471,8 @@ def _group_reduce(facts: _Facts, op: GroupReduce, where: _Where | str) -> None:
 
 def _whole(facts: _Facts, chunks: Iterable[Chunk], where: _Where | str) -> None:
     """Only a Gathered block, or a GroupReduce, can read chunks of which only some rows are there."""
-    if found := [chunk for chunk in chunks if chunk in facts.of_rows]:
-        raise PlanError(f"{where}: of {found[0]} only the rows are there that {facts.of_rows[found[0]]} sees")
+    if partial := [chunk for chunk in chunks if chunk in facts.of_rows]:
+        raise PlanError(f"{where}: of {partial[0]} only the rows are there that {facts.of_rows[partial[0]]} sees")
 
 
 def _reduce_scatter(facts: _Facts, op: ReduceScatter, where: _Where | str) -> None:

@@ -56,8 +56,8 @@ def doctor(arguments: Sequence[str]) -> int:
     """Examine, print and write; return the exit code. Raises RequestError for an invalid argument."""
     rest = [argument for argument in arguments if argument != "--json"]
     options: dict[str, Any] = {**DEFAULTS, **only_keys(rest, DEFAULTS)}
-    found = examined(options)
-    text = json.dumps(report(found, rest), indent=1)
+    examination = examined(options)
+    text = json.dumps(report(examination, rest), indent=1)
     if options["out"]:
         try:
             records.write_whole(Path(options["out"]), text + "\n")
@@ -65,8 +65,8 @@ def doctor(arguments: Sequence[str]) -> int:
             raise RequestError(
                 f"out={options['out']}", f"can't be written ({error.strerror})", "out=doctor.json would work"
             ) from None
-    print(text if len(rest) < len(arguments) else fitted(as_text(found.findings)))
-    return 1 if counts(found.findings)["fail"] else 0
+    print(text if len(rest) < len(arguments) else fitted(as_text(examination.findings)))
+    return 1 if counts(examination.findings)["fail"] else 0
 
 
 def examined(options: dict[str, Any]) -> Examination:

@@ -151,7 +151,7 @@ def steps(folder: Path, *, device: str, ranks: int, cluster: str, quick: bool) -
     calibration = [f"name=here out={conf}/cluster/here.yaml device={device}", f"quick={str(quick).lower()}"]
     calibration += [f"cluster={cluster}"] if cluster != "null" else []
     width = next(key for key in shape.keys if key.startswith("head_dim="))
-    found = [
+    all_steps = [
         Step(name="doctor", module="sp_bench.doctor",
              arguments=(f"device={device}", f"ranks={ranks}", width, f"out={folder}/doctor.json")),
         Step(name="calibrate", module="sp_bench.calibrate", arguments=(*" ".join(calibration).split(), width)),
@@ -162,8 +162,8 @@ def steps(folder: Path, *, device: str, ranks: int, cluster: str, quick: bool) -
     if ranks == 1:
         of = ALONE_OF[device]
         keys = (f"gpus={of}", "mode=alone", f"seqlen={shape.tokens[0] * of}", f"iters={shape.iters}")
-        found.append(sweep("alone", f"method={methods}", *keys))
-    return found
+        all_steps.append(sweep("alone", f"method={methods}", *keys))
+    return all_steps
 
 
 def _run(step: Step, log: Path) -> int:

@@ -90,14 +90,14 @@ class Drawn(Data, frozen=True, kw_only=True):
 
     def lengths_in(self, seqlen: int, seed: int) -> list[int]:
         source, most, left = np.random.default_rng(seed), max(1, math.floor(self.longest * seqlen)), seqlen
-        found: list[int] = []
+        lengths: list[int] = []
         while True:
             for length in self.draw(source):
                 for part in _cut(min(int(length), left), most):
-                    found.append(part)
+                    lengths.append(part)
                     left -= part
                 if not left:
-                    return found
+                    return lengths
 
 
 class Lognormal(Drawn, frozen=True, kw_only=True, tag="lognormal"):
@@ -151,12 +151,12 @@ def data_of(data: Mapping[str, Any]) -> Data:
 
 def lengths_of(data: Mapping[str, Any], seqlen: int, seed: int) -> tuple[int, ...]:
     """The tokens of each document of a section `data`. Raises RequestError for values that make no sense."""
-    found = data_of(data).lengths_in(seqlen, seed)
-    if len(found) > MOST_DOCUMENTS:
+    lengths = data_of(data).lengths_in(seqlen, seed)
+    if len(lengths) > MOST_DOCUMENTS:
         raise RequestError(
-            f"data of {len(found):,} documents", f"at most {MOST_DOCUMENTS:,} are packed", "longer ones would work"
+            f"data of {len(lengths):,} documents", f"at most {MOST_DOCUMENTS:,} are packed", "longer ones would work"
         )
-    return tuple(found)
+    return tuple(lengths)
 
 
 def histories_of(data: Mapping[str, Any]) -> Sequence[int]:
@@ -177,11 +177,11 @@ def documents(
     `histories` are the tokens of each document before its queries, 0 for one that has none: what is cached of sequences
     of which the lengths are new. Raises RequestError for a length below 1, and unless each document has a history.
     """
-    found = Documents(tuple(lengths), causal, *window)
+    mask = Documents(tuple(lengths), causal, *window)
     if histories and len(histories) != len(lengths):
         rule = f"there is one for each of the {len(lengths)} documents"
         raise RequestError(f"histories of {len(histories)} documents", rule, "0 for one that has none would work")
-    return found.behind([(tokens,) for tokens in histories]) if histories else found
+    return mask.behind([(tokens,) for tokens in histories]) if histories else mask
 
 
 def _lengths_in(path: str) -> list[int]:

@@ -91,8 +91,8 @@ def figures(kind: Any, value: Any, path: str) -> Iterator[tuple[str, float, Plau
 
 def _figures(info: inspect.Type, value: Any, path: str) -> Iterator[tuple[str, float, Plausible]]:
     if isinstance(value, int | float):
-        if (found := plausible(info)) and math.isfinite(value):
-            yield path, value, found
+        if (range_of := plausible(info)) and math.isfinite(value):
+            yield path, value, range_of
     elif isinstance(value, Mapping):
         for key, entry in value.items():
             for below in _below(_section(info, value) or info, key):
@@ -159,16 +159,16 @@ def _section(info: inspect.Type, value: Any) -> inspect.StructType | None:
 
 def _below(info: inspect.Type, name: Any) -> list[inspect.Type]:
     """The types that the value of a key may have."""
-    found: list[inspect.Type] = []
+    types: list[inspect.Type] = []
     for member in _members(info):
         if isinstance(member, inspect.StructType):
-            found += [field.type for field in member.fields if field.encode_name == name]
-            found += [inspect.StrType()] if name == member.tag_field else []
+            types += [field.type for field in member.fields if field.encode_name == name]
+            types += [inspect.StrType()] if name == member.tag_field else []
         elif isinstance(member, inspect.DictType):
-            found.append(member.value_type)
+            types.append(member.value_type)
         elif isinstance(member, inspect.AnyType):
-            found.append(member)
-    return found
+            types.append(member)
+    return types
 
 
 def _plain(info: inspect.Type, value: Any) -> Any:
@@ -192,8 +192,8 @@ def _explained(error: msgspec.ValidationError, kind: Any, value: Any, path: str)
     """The error for the user: the path of the invalid value, the rule, and what would work."""
     place = _PLACE.fullmatch(str(error))
     assert place
-    found = re.findall(r"\.([^.\[]+)|\[(.+?)\]", place["path"] or "")
-    keys, value = _culprit(error, kind, value, found)
+    parts = re.findall(r"\.([^.\[]+)|\[(.+?)\]", place["path"] or "")
+    keys, value = _culprit(error, kind, value, parts)
     info, dotted = _info(kind), path
     for key in keys:
         section = _section(info, value)
@@ -201,10 +201,10 @@ def _explained(error: msgspec.ValidationError, kind: Any, value: Any, path: str)
             known = [str(member.tag) for member in _members(info) if isinstance(member, inspect.StructType)]
             return unknown(_dot(dotted, key), _text(value[key]), known)
         info, value, dotted = _below(section or info, key)[0], value[key], _dot(dotted, key)
-    if len(found) == len(keys) + 1 and isinstance(value, list):
+    if len(parts) == len(keys) + 1 and isinstance(value, list):
         lists = [member for member in _members(info) if isinstance(member, inspect.ListType)]
         if lists and len(lists) == len(_members(info)):  # of a pair, say, all are named together
-            index = int(found[-1][1])
+            index = int(parts[-1][1])
             info, value, dotted = lists[0].item_type, value[index], f"{dotted}[{index}]"
     if isinstance(error.__cause__, RequestError):
         return error.__cause__.under(dotted) if dotted else error.__cause__

@@ -34,8 +34,8 @@ def conf_files(group: str, own: Path | None = None) -> dict[str, Path]:
     """
     suite, *users = conf_folders()
     folders = [suite, *([own] if own else []), *users]
-    found = {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
-    return dict(sorted(found.items()))
+    by_name = {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
+    return dict(sorted(by_name.items()))
 
 
 def yaml_of(path: Path) -> Any:
@@ -75,15 +75,15 @@ def suite_config(chosen: Mapping[str, str]) -> dict[str, Any] | None:
         path = files.get(chosen.get(group, name))
         if path is None:
             return None
-        found = conf_content(path, files)
-        content = _merged(content, found if path.read_text().startswith(GLOBAL) else {group: found})
+        section = conf_content(path, files)
+        content = _merged(content, section if path.read_text().startswith(GLOBAL) else {group: section})
     return content
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Two nested mappings as one; `above` has precedence."""
-    found = dict(below)
+    merged = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(below.get(key), dict)
-        found[key] = _merged(below[key], value) if both else value
-    return found
+        merged[key] = _merged(below[key], value) if both else value
+    return merged

@@ -84,16 +84,15 @@ def _run(arguments: list[str]) -> int:
     try:
         with open_ranks(choice.problem.n, request.timeout_s, request.launch, hosts, request.devices) as pool:
             job, spec = "sp_bench.tracing.recorder:traced", spec_of(request, choice)
-            found = pool.run(job, spec, request.iters, request.warmup)
+            contents = pool.run(job, spec, request.iters, request.warmup)
     except RankFailure as failure:
         say(f"sp_bench.traces: {failure}")
         return 1
-    for rank, content in enumerate(found):
+    for rank, content in enumerate(contents):
         records.write_whole(folder / f"rank{rank}.json.gz", content)
     records.write_whole(folder / POINT, json.dumps({"config": request.config}, indent=1, default=str) + "\n")
-    print(
-        f"{folder}: traces of {len(found)} ranks; python -m sp_bench.traces {folder} compares them with the simulator"
-    )
+    compares = f"python -m sp_bench.traces {folder} compares them with the simulator"
+    print(f"{folder}: traces of {len(contents)} ranks; {compares}")
     return 0
 
 
@@ -174,16 +173,16 @@ def _files(options: Mapping[str, Any], paths: Sequence[Path]) -> tuple[list[Path
 
 def _by_rank(options: Mapping[str, Any], files: Sequence[Path]) -> dict[int, Trace]:
     """The traces by rank. Raises RequestError for files that are none, or say no rank."""
-    given, found = options["rank"], {}
+    given, by_rank = options["rank"], {}
     for file in files:
         trace = read_trace(file)
         rank = read(Natural, _whole(given), "rank") if given is not None and len(files) == 1 else trace.rank
         if rank is None:
             raise RequestError(str(file), "doesn't say its rank", "rank=0 would work, with one FILE")
-        if rank in found:
+        if rank in by_rank:
             raise RequestError(str(file), f"is a second trace of rank {rank}", "one trace of each rank would work")
-        found[rank] = replace(trace, rank=rank)
-    return found
+        by_rank[rank] = replace(trace, rank=rank)
+    return by_rank
 
 
 def _request(point: Path) -> Request:

@@ -125,15 +125,15 @@ def _to_do(folders: Sequence[Path], settings: WandbSettings) -> tuple[list[Path]
 
     Raises RequestError if a folder doesn't exist, or can't be written, as <run_id>.wandb.json must be.
     """
-    found = gather(folders)
-    for why in (*(why for _, why in found.broken.values()), *found.unread.values(), *found.older.values()):
+    gathered = gather(folders)
+    for why in (*(why for _, why in gathered.broken.values()), *gathered.unread.values(), *gathered.older.values()):
         say(f"left out: {why}")
-    todo = [path for path in found.records if not is_written(path, settings)]
+    todo = [path for path in gathered.records if not is_written(path, settings)]
     for folder in {path.parent for path in todo}:
         if not os.access(folder, os.W_OK):
             rule = "can't be written, so that what W&B has can't be remembered"
             raise RequestError(str(folder), rule, "a copy of it would work")
-    return todo, len(found.records) - len(todo)
+    return todo, len(gathered.records) - len(todo)
 
 
 if __name__ == "__main__":

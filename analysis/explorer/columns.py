@@ -57,10 +57,10 @@ def _options(record: Record) -> dict[str, str | None]:
     """The arguments that no other column shows: the method's, the cluster's, and others."""
     words = command(record.config).split(" ") if record.config else []
     kept = [word for word in words if word and word.partition("=")[0] not in NAMED]
-    found = {"method_options": "method.", "cluster_options": "cluster.", "options": ""}
-    by_name: dict[str, list[str]] = {name: [] for name in found}
+    starts = {"method_options": "method.", "cluster_options": "cluster.", "options": ""}
+    by_name: dict[str, list[str]] = {name: [] for name in starts}
     for word in kept:
-        by_name[next(name for name, start in found.items() if word.startswith(start))].append(word)
+        by_name[next(name for name, start in starts.items() if word.startswith(start))].append(word)
     return {name: " ".join(of_name) or None for name, of_name in by_name.items()}
 
 
@@ -86,11 +86,11 @@ def _interval(record: Record, result: Result) -> tuple[float | None, float | Non
     what two of three measured steps like it would be within, if it is validated (point.backing). Both are the record's.
     """
     step, value = record.step_ms_median, getattr(record, result.name)
-    found = step_interval(record) if step else None
-    if not step or value is None or not found or not found.meaningful or found.ends is None:
+    interval = step_interval(record) if step else None
+    if not step or value is None or not interval or not interval.meaningful or interval.ends is None:
         return None, None
     if record.measured and result.interval == "of simulated":
         return None, None
-    by = [end / step for end in found.ends]
+    by = [end / step for end in interval.ends]
     low, high = (value / by[1], value / by[0]) if result.interval == "inverse" else (value * by[0], value * by[1])
     return _scaled(low, result), _scaled(high, result)

@@ -42,7 +42,7 @@ def of_point(record: Record, path: Path, *, private: bool, own: Path | None = No
     if own and not private:
         command = command.replace(f"--config-dir {own} ", f"--config-dir {own.resolve().name} ")
     provenance = {k: v for k, v in (record.provenance or {}).items() if v is not None and (private or k in PUBLIC)}
-    found: Json = {
+    facts: Json = {
         "command": command,
         "file": str(path) if private else path.name,
         "provenance": provenance,
@@ -52,21 +52,21 @@ def of_point(record: Record, path: Path, *, private: bool, own: Path | None = No
         "lanes": _lanes(record),
         "candidates": record.candidates or [],
     }
-    return found
+    return facts
 
 
 def drawn(record: Record, path: Path) -> Json:
     """The timeline and the assignment matrices of a point. Where there is none, `missing` says why."""
-    found: Json = {"timeline": None, "matrices": [], "missing": []}
+    drawings: Json = {"timeline": None, "matrices": [], "missing": []}
     try:
-        found["timeline"] = timeline(record, path)
+        drawings["timeline"] = timeline(record, path)
     except RequestError as error:
-        found["missing"].append(f"No timeline: {error}.")
+        drawings["missing"].append(f"No timeline: {error}.")
     try:
-        found["matrices"] = matrices(record)
+        drawings["matrices"] = matrices(record)
     except RequestError as error:
-        found["missing"].append(f"No assignment matrix: {error}.")
-    return found
+        drawings["missing"].append(f"No assignment matrix: {error}.")
+    return drawings
 
 
 def timeline(record: Record, path: Path) -> Json:
@@ -104,21 +104,21 @@ def matrices(record: Record) -> list[Json]:
         raise RequestError("config", "the record has no whole request", "one that this code wrote would have one")
     if record.impl is not None:
         raise RequestError(f"method={record.method}", "another package's attention has no plan", "a method of ours has")
-    found = []
+    drawings = []
     for phase in workload_named(record.workload).phase_choices[record.phase]:
         plan, problem, _ = planned(record, phase)
         for by in ("rank", "step"):
             values = np.nan_to_num(matrix(plan, problem, by).values, nan=-1).astype(int)
             corner = values[:MOST_CHUNKS, :MOST_CHUNKS]
             size = {"chunks": len(values), "tokens": problem.queries.largest, "heads": problem.layout.head_parallel}
-            found.append({"phase": phase, "by": by, **size, "side": len(corner), "values": corner.ravel().tolist()})
-    return found
+            drawings.append({"phase": phase, "by": by, **size, "side": len(corner), "values": corner.ravel().tolist()})
+    return drawings
 
 
 def _merged(spans: Iterable[Span], gap_ms: float) -> list[Span]:
     """The spans with those of one row and kind joined that are closer than gap_ms."""
     last: dict[tuple[str, str], Span] = {}
-    found: list[Span] = []
+    merged: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start_ms):
         key = (span.row, span.what)
         before = last.get(key)
@@ -126,18 +126,18 @@ def _merged(spans: Iterable[Span], gap_ms: float) -> list[Span]:
             last[key] = before._replace(end_ms=max(before.end_ms, span.end_ms))
             continue
         if before:
-            found.append(before)
+            merged.append(before)
         last[key] = span
-    return sorted([*found, *last.values()], key=lambda span: (span.row, span.start_ms))
+    return sorted([*merged, *last.values()], key=lambda span: (span.row, span.start_ms))
 
 
 def _lanes(record: Record) -> dict[str, float]:
     """The bytes by phase and lane, over all tensors and fields."""
-    found: dict[str, float] = {}
+    sent: dict[str, float] = {}
     for name, size in (record.comm_bytes_by_lane or {}).items():
         lane = ", ".join(name.split("/")[:2])
-        found[lane] = found.get(lane, 0.0) + size
-    return found
+        sent[lane] = sent.get(lane, 0.0) + size
+    return sent
 
 
 def _short(value: float) -> float:

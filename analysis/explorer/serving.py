@@ -38,9 +38,9 @@ class Server(ThreadingHTTPServer):
     def page(self) -> str:
         """The page of the records that are there now."""
         with self.lock:
-            found = self.find()
-            self.by_id = {record.run_id: (path, record) for path, record in found.items()}
-            return served(found, self.title)
+            records = self.find()
+            self.by_id = {record.run_id: (path, record) for path, record in records.items()}
+            return served(records, self.title)
 
     def point(self, run_id: str) -> str | None:
         """A point as JSON; None if there is none with this run_id."""
@@ -63,8 +63,8 @@ class Handler(BaseHTTPRequestHandler):
         try:
             if path == "/":
                 return self._answer(HTTPStatus.OK, "text/html", self.server.page())
-            if found := self.server.point(path.removeprefix("/points/")):
-                return self._answer(HTTPStatus.OK, "application/json", found)
+            if details := self.server.point(path.removeprefix("/points/")):
+                return self._answer(HTTPStatus.OK, "application/json", details)
         except RequestError as error:
             return self._answer(HTTPStatus.NOT_FOUND, "text/plain", str(error))
         return self._answer(HTTPStatus.NOT_FOUND, "application/json", json.dumps({"error": f"{path} is not here"}))

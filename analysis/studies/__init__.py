@@ -138,8 +138,8 @@ class Study:
         if slot in VALUES:
             return str(VALUES[slot]())
         other, _, name = slot.rpartition(".")
-        found = getattr(study_named(other).module if other else self.module, name)
-        made: Any = found(runs) if callable(found) else str(found)
+        value = getattr(study_named(other).module if other else self.module, name)
+        made: Any = value(runs) if callable(value) else str(value)
         return _shown(made, None if other else pictures)
 
 

@@ -106,21 +106,21 @@ def _advise(arguments: Sequence[str]) -> int:
     with workers() as mapped:
         with watching() as done:
             question = Question(overrides)
-            found = answer(question, every=every, memory_bytes=memory_bytes, mapped=mapped, done=done)
-        said(console, heading(found))
-        tied = found.tied
-        bold = {i for i, each in enumerate(found.feasible) if each in tied}
-        print_columns(console, ranking(found), () if ALL in arguments else WHERE_THERE_IS_ROOM, bold=bold)
-        said(console, [*backing(found), *reasons(found)])
+            advised = answer(question, every=every, memory_bytes=memory_bytes, mapped=mapped, done=done)
+        said(console, heading(advised))
+        tied = advised.tied
+        bold = {i for i, each in enumerate(advised.feasible) if each in tied}
+        print_columns(console, ranking(advised), () if ALL in arguments else WHERE_THERE_IS_ROOM, bold=bold)
+        said(console, [*backing(advised), *reasons(advised)])
         varied = []
         if asked:
             with watching("what would change it: ", rows=False) as done:
-                varied = changes(overrides, found, memory_bytes=memory_bytes, mapped=mapped, done=done)
-    said(console, what_changes(found, varied))
-    for line in how_to(found, overrides):  # commands and code: to be copied
+                varied = changes(overrides, advised, memory_bytes=memory_bytes, mapped=mapped, done=done)
+    said(console, what_changes(advised, varied))
+    for line in how_to(advised, overrides):  # commands and code: to be copied
         console.print(line, soft_wrap=True)
     if "plots" in given:
-        plots.write(Path(given["plots"]), found, memory_bytes)
+        plots.write(Path(given["plots"]), advised, memory_bytes)
     return 0
 
 
@@ -128,16 +128,16 @@ def _advise_packs(
     console: Console, overrides: Sequence[str], packs: Packs, memory_bytes: float | None, *, every: bool
 ) -> int:
     with workers() as mapped, watching() as done:
-        found = answer_for_packs(Question(overrides), packs, memory_bytes=memory_bytes, mapped=mapped, done=done)
-    data = next((each for each in overrides if each.startswith("data=")), f"data={found.config['data']['kind']}")
-    said(console, packs_words.heading(found, data))
-    bold = {i for i, each in enumerate(found.methods) if each in found.tied}
-    print_columns(console, packs_words.ranking(found), () if every else packs_words.WHERE_THERE_IS_ROOM, bold=bold)
-    if table := packs_words.rank_table(found.methods):
+        advised = answer_for_packs(Question(overrides), packs, memory_bytes=memory_bytes, mapped=mapped, done=done)
+    data = next((each for each in overrides if each.startswith("data=")), f"data={advised.config['data']['kind']}")
+    said(console, packs_words.heading(advised, data))
+    bold = {i for i, each in enumerate(advised.methods) if each in advised.tied}
+    print_columns(console, packs_words.ranking(advised), () if every else packs_words.WHERE_THERE_IS_ROOM, bold=bold)
+    if table := packs_words.rank_table(advised.methods):
         said(console, ["", "Ranks that have tokens of a document, by its length in tokens:"])
         print_columns(console, {"length": table.pop("method"), **table})
-    said(console, packs_words.too_slow(found))
-    first = Answer(found.config, [each.feasible for each in found.methods], found.refused)
+    said(console, packs_words.too_slow(advised))
+    first = Answer(advised.config, [each.feasible for each in advised.methods], advised.refused)
     said(console, [*backing(first), *reasons(first)])
     for line in how_to(first):
         console.print(line, soft_wrap=True)
@@ -154,14 +154,14 @@ def _advise_job(arguments: Sequence[str], batch_tokens: str) -> int:
     kept = [argument for argument in arguments if argument.partition("=")[0] not in (BATCH, ALL)]
     console, every = make_console(), ALL in arguments
     with workers() as mapped, watching() as done:
-        found = job.answer([*kept, f"train.batch_tokens={batch_tokens}"], mapped=mapped, done=done)
-    said(console, job_words.heading(found))
-    shown, tied = job_words.shown_jobs(found, every=every), found.tied
+        advised = job.answer([*kept, f"train.batch_tokens={batch_tokens}"], mapped=mapped, done=done)
+    said(console, job_words.heading(advised))
+    shown, tied = job_words.shown_jobs(advised, every=every), advised.tied
     bold = {i for i, each in enumerate(shown) if each in tied}
     narrow = () if every else ("recompute", "not hidden", "MFU", "turns")
-    print_columns(console, job_words.ranking(found, every=every), narrow, bold=bold)
-    said(console, job_words.refused(found) if every else [])
-    for line in job_words.how_to(found):  # commands: to be copied
+    print_columns(console, job_words.ranking(advised, every=every), narrow, bold=bold)
+    said(console, job_words.refused(advised) if every else [])
+    for line in job_words.how_to(advised):  # commands: to be copied
         console.print(line, soft_wrap=True)
     return 0
 

@@ -117,11 +117,11 @@ def answer(
     `mapped` is map, or that of `workers`, which simulates several methods at a time.
     Raises RequestError for a question that no method can serve, and for unknown keys.
     """
-    found = _found(question, every, partial(answers, memory_bytes=memory_bytes, mapped=mapped, done=done), mapped)
-    if not found.feasible:
-        reasons = list(found.refused.values())
+    answered = _found(question, every, partial(answers, memory_bytes=memory_bytes, mapped=mapped, done=done), mapped)
+    if not answered.feasible:
+        reasons = list(answered.refused.values())
         raise RequestError(" ".join(question.overrides), "no method can serve it", f"the first says: {reasons[0]}")
-    return found
+    return answered
 
 
 def _found(question: Question, every: bool, answered: Callable[[list[Question]], list[Answer]], mapped: Map) -> Answer:
@@ -154,8 +154,8 @@ def _least_ms(question: Question, mapped: Map) -> dict[str, float]:
         configs = [composed(composer, question.overrides, name) for name in names]
     if not configs or decodes(configs[0]) or Given.of(configs[0]).values.gpus <= ALL_SIMULATED:
         return {}
-    found = zip(names, mapped(_least, configs), strict=True)
-    return {name: least_ms for name, least_ms in found if least_ms is not None}
+    bounds = zip(names, mapped(_least, configs), strict=True)
+    return {name: least_ms for name, least_ms in bounds if least_ms is not None}
 
 
 def answers(
@@ -180,9 +180,9 @@ def answers(
                 configs.append(composed(composer, questions[i].overrides, name))
                 yield configs[-1]
 
-        found: dict[int, Answer] = {}
+        by_question: dict[int, Answer] = {}
         for number, (tried, (i, name)) in enumerate(zip(mapped(_tried, each_composed()), asked, strict=True)):
-            answer = found.setdefault(i, Answer(configs[number]))
+            answer = by_question.setdefault(i, Answer(configs[number]))
             if isinstance(tried, RequestError):
                 answer.refused[name] = str(tried)
             else:
@@ -191,10 +191,10 @@ def answers(
             done(
                 Done(name, number + 1, len(asked), None if name in answer.refused else answer.feasible[-1].time.step_ms)
             )
-    for answer in found.values():
+    for answer in by_question.values():
         answer.feasible = [each for each in answer.feasible if each.method.name not in answer.refused]
         answer.feasible.sort(key=_step_ms)
-    return [found[i] for i in range(len(questions))]
+    return [by_question[i] for i in range(len(questions))]
 
 
 def composed(composer: Composer, overrides: Sequence[str], name: str) -> dict[str, Any]:

@@ -48,15 +48,15 @@ def changes(
         keys = {override.partition("=")[0] for override in changed}
         kept = [override for override in overrides if override.partition("=")[0] not in keys]
         questions.append(Question([*kept, *changed], names))
-    found = []
+    answers_to = []
     for what, then in zip(varied, answers(questions, memory_bytes=memory_bytes, mapped=mapped, done=done), strict=True):
         if not then.feasible:
-            found.append(Change(what, None, None, True))
+            answers_to.append(Change(what, None, None, True))
             continue
         same = next((each for each in then.feasible if each.method.name == names[0]), None)
         slower = same is None or same not in then.tied
-        found.append(Change(what, then.feasible[0], same, slower))
-    return found
+        answers_to.append(Change(what, then.feasible[0], same, slower))
+    return answers_to
 
 
 def _varied(config: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -88,11 +88,11 @@ def module_code(wanted: Wanted) -> str:
 
 def _options(wanted: Wanted) -> dict[str, str]:
     """The options that differ from the defaults, as Python."""
-    found = _chosen(wanted)
-    found["wire_dtype"] = wanted.config.get("wire_dtype")
+    options = _chosen(wanted)
+    options["wire_dtype"] = wanted.config.get("wire_dtype")
     kernel = (wanted.config.get("kernel") or {}).get("name")
-    found["kernel"] = None if kernel == "auto" else kernel
-    return {name: repr(value).replace("'", '"') for name, value in found.items() if value is not None}
+    options["kernel"] = None if kernel == "auto" else kernel
+    return {name: repr(value).replace("'", '"') for name, value in options.items() if value is not None}
 
 
 def command_options(wanted: Wanted) -> list[str]:
@@ -104,9 +104,9 @@ def command_options(wanted: Wanted) -> list[str]:
 def _chosen(wanted: Wanted) -> dict[str, Any]:
     """The method's options that differ from their defaults, and its layout where there are several."""
     method = wanted.method
-    found = {f.name: vars(method)[f.name] for f in fields(method)}
-    found = {f.name: found[f.name] for f in fields(method) if found[f.name] not in (f.default, "auto")}
-    return found | ({"layout": wanted.layout} if len(method.layouts) > 1 else {})
+    options = {f.name: vars(method)[f.name] for f in fields(method)}
+    options = {f.name: options[f.name] for f in fields(method) if options[f.name] not in (f.default, "auto")}
+    return options | ({"layout": wanted.layout} if len(method.layouts) > 1 else {})
 
 
 def _as_key(value: Any) -> str:

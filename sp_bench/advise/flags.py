@@ -144,11 +144,11 @@ FRAMEWORKS: dict[str, Framework] = {
 
 def settings(wanted: Wanted) -> dict[str, str]:
     """The settings of the frameworks that have the method under the mask, by name, and the code of this suite."""
-    found = {}
+    texts = {}
     # torchtitan and Megatron-LM ask for such lengths, the others for even shards.
     if wanted.seqlen % (2 * wanted.gpus) == 0 and not (wanted.kv_seqlen or wanted.sinks):
-        found = {name: framework.setting(wanted) for name, framework in FRAMEWORKS.items()}
-    return {name: text for name, text in found.items() if text} | {OURS: module_code(wanted)}
+        texts = {name: framework.setting(wanted) for name, framework in FRAMEWORKS.items()}
+    return {name: text for name, text in texts.items() if text} | {OURS: module_code(wanted)}
 
 
 def _plain_documents(mask: Mask) -> bool:

@@ -115,10 +115,10 @@ class Answer:
     @property
     def tied_splits(self) -> list[Job]:
         """The fastest of each split that ties."""
-        found: dict[Split, Job] = {}
+        by_split: dict[Split, Job] = {}
         for job in self.tied:
-            found.setdefault(job.split, job)
-        return list(found.values())
+            by_split.setdefault(job.split, job)
+        return list(by_split.values())
 
 
 def answer(overrides: Sequence[str], *, mapped: Map = map, done: Show = unseen) -> Answer:
@@ -133,23 +133,23 @@ def answer(overrides: Sequence[str], *, mapped: Map = map, done: Show = unseen) 
         if whole["model"]["name"] == NONE:
             rule = "is of a training job, which needs a model"
             raise RequestError("batch_tokens", rule, "model=llama3_8b would work")
-        found, left = Answer(overrides), splits(whole)
+        advised, left = Answer(overrides), splits(whole)
         for way in _ways(overrides, whole):
             cases = [Case(split, name, way) for split in left for name in FIRST[split.context == 1 :]]
-            _try(found, composer, overrides, cases, mapped, done)
-            left = [split for split in left if split not in found.fitting]
-        if not found.jobs:
-            first = next(iter(found.refused.values()))
+            _try(advised, composer, overrides, cases, mapped, done)
+            left = [split for split in left if split not in advised.fitting]
+        if not advised.jobs:
+            first = next(iter(advised.refused.values()))
             raise RequestError(" ".join(overrides), "fits in no split of the GPUs", f"one says: {first}")
         cases = [
             Case(job.split, name, f"{job.record.recompute}{'+' * bool(job.record.offload)}")
-            for job in _near(found)
+            for job in _near(advised)
             for name in OTHERS
         ]
-        _try(found, composer, overrides, cases, mapped, done)
-    found.jobs.sort(key=lambda job: -job.tokens_per_s)
-    found.refused = {split: why for split, why in found.refused.items() if split not in found.fitting}
-    return found
+        _try(advised, composer, overrides, cases, mapped, done)
+    advised.jobs.sort(key=lambda job: -job.tokens_per_s)
+    advised.refused = {split: why for split, why in advised.refused.items() if split not in advised.fitting}
+    return advised
 
 
 def _config(composer: Composer, overrides: Sequence[str], case: Case) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def splits(config: Mapping[str, Any]) -> list[Split]:
     asked = config["train"]["batch_tokens"]
     batch_tokens = gpus * batch * seqlen if asked is None else read(Tokens, asked, "train.batch_tokens")
     node = config["cluster"].get("gpus_per_node") or gpus
-    found = []
+    divisions = []
     for tensor in divisors(gpus):
         if tensor > min(node, TENSOR_MOST) or any(size % tensor for size in sizes):
             continue
@@ -202,11 +202,11 @@ def splits(config: Mapping[str, Any]) -> list[Split]:
             size = gpus // data
             alike = data == 1 or size % node == 0 or node % size == 0
             if alike and batch_tokens % (data * batch * seqlen) == 0:
-                found.append(Split(gpus // tensor // data, data, tensor))
-    if not found:
+                divisions.append(Split(gpus // tensor // data, data, tensor))
+    if not divisions:
         rule = f"is no multiple of the {seqlen} tokens of a sequence"
         raise RequestError(f"batch_tokens={batch_tokens}", rule, f"batch_tokens={batch * seqlen} would work")
-    return sorted(found, key=lambda split: (split.tensor, -split.context))
+    return sorted(divisions, key=lambda split: (split.tensor, -split.context))
 
 
 def _try(

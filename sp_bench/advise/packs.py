@@ -101,13 +101,13 @@ class OnPacks:
     @property
     def spans(self) -> Spans:
         """Documents and tokens of all packs by class and ranks; empty where the method isn't one of SPANS."""
-        found: Counter[tuple[int, int]] = Counter()
+        documents_of: Counter[tuple[int, int]] = Counter()
         tokens: Counter[tuple[int, int]] = Counter()
         for one in self.each:
             for key, (documents, of_tokens) in one.spans.items():
-                found[key] += documents
+                documents_of[key] += documents
                 tokens[key] += of_tokens
-        return {key: (found[key], tokens[key]) for key in found}
+        return {key: (documents_of[key], tokens[key]) for key in documents_of}
 
     def ties_with(self, fastest: OnPacks) -> bool:
         """Whether packs don't tell it from the fastest: by the 95% interval of the median of their ratios, pack by
@@ -185,25 +185,25 @@ def answer_for_packs(
     asked = [override for override in question.overrides if override.partition("=")[0] != "seed"]
 
     def on(seed: int, names: Sequence[str]) -> Answer:
-        (found,) = answers([Question([*asked, f"seed={seed}"], names)], mapped=mapped, done=done)
-        return found
+        (one_answer,) = answers([Question([*asked, f"seed={seed}"], names)], mapped=mapped, done=done)
+        return one_answer
 
     on_middle = on(packs.middle, question.methods)
-    found = PacksAnswer(packs, on_middle.config, refused=dict(on_middle.refused))
+    advised = PacksAnswer(packs, on_middle.config, refused=dict(on_middle.refused))
     limit_ms = SLOWER * min((each.time.step_ms for each in on_middle.feasible), default=0.0)
     fast = [each for each in on_middle.feasible if each.time.step_ms <= limit_ms or each.method.name in SPANS]
-    found.slower = [each for each in on_middle.feasible if each not in fast]
+    advised.slower = [each for each in on_middle.feasible if each not in fast]
     if fast:
         on_heaviest = on(packs.heaviest, [each.method.name for each in fast])
-        found.refused |= {name: _on_pack(packs.heaviest, why) for name, why in on_heaviest.refused.items()}
+        advised.refused |= {name: _on_pack(packs.heaviest, why) for name, why in on_heaviest.refused.items()}
         chosen = {(each.method, each.record.layout): each for each in [*on_heaviest.feasible, *fast]}
-        of_all = _on_all(list(chosen.values()), found, mapped, done)
-        found.methods = [each for each in of_all if not _too_large(each, memory_bytes, found.refused)]
-    if not found.methods:
-        why = next(iter(found.refused.values()))
+        of_all = _on_all(list(chosen.values()), advised, mapped, done)
+        advised.methods = [each for each in of_all if not _too_large(each, memory_bytes, advised.refused)]
+    if not advised.methods:
+        why = next(iter(advised.refused.values()))
         raise RequestError(" ".join(question.overrides), "no method can serve all packs", f"the first says: {why}")
-    found.methods.sort(key=lambda each: each.median_ms)
-    return found
+    advised.methods.sort(key=lambda each: each.median_ms)
+    return advised
 
 
 def _on_all(chosen: Sequence[Feasible], found: PacksAnswer, mapped: Map, done: Show) -> Iterable[OnPacks]:
@@ -263,11 +263,11 @@ def spans_of(problem: Problem) -> Spans:
     assert isinstance(blocks, PackBlocks) and isinstance(problem.layout, AssignedLayout), "documents are assigned"
     lengths = np.array(blocks.mask.queries)
     ranks = (blocks.tokens_of_documents > 0).sum(axis=1) * problem.layout.head_parallel
-    found: dict[tuple[int, int], tuple[int, int]] = {}
+    by_class: dict[tuple[int, int], tuple[int, int]] = {}
     for length, longest, count in zip(lengths, class_of(lengths, problem.seqlen // problem.n), ranks, strict=True):
-        documents, tokens = found.get((int(longest), int(count)), (0, 0))
-        found[int(longest), int(count)] = documents + 1, tokens + int(length)
-    return found
+        documents, tokens = by_class.get((int(longest), int(count)), (0, 0))
+        by_class[int(longest), int(count)] = documents + 1, tokens + int(length)
+    return by_class
 
 
 def class_of(lengths: np.ndarray, rank_tokens: int) -> np.ndarray:

@@ -78,7 +78,9 @@ def rank_table(methods: Iterable[OnPacks]) -> dict[str, list[str]]:
         "documents": [f"{int(totals[c][0]):,}" for c in classes],
         "of tokens": [f"{totals[c][1] / tokens:.1%}" for c in classes],
     }
-    return columns | {f"ranks, {name}": [_ranks(found, c) for c in classes] for name, found in spans.items()}
+    return columns | {
+        f"ranks, {name}": [_ranks(spans_of_method, c) for c in classes] for name, spans_of_method in spans.items()
+    }
 
 
 def _ranges(classes: Sequence[int]) -> list[str]:

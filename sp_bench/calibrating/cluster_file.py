@@ -55,16 +55,16 @@ def cluster_config(
 def device_rates(setting: Setting, costs: Costs) -> dict[str, Any]:
     """The keys of a cluster file for the device's kernels and memory."""
     launch_s = _median(costs.launch_s)
-    found = {
+    keys = {
         "rates": {f"{costs.kernel}_{dtype}": _table(dtype, setting, costs, launch_s) for dtype in setting.dtypes},
         "memory_bytes_per_s": rounded(costs.copy_bytes / _work_s(_median(costs.copy_s), launch_s)),
         "fold_bytes_per_s": rounded(costs.fold_bytes / _work_s(_median(costs.fold_s), launch_s)),
         "sum_bytes_per_s": rounded(costs.sum_bytes / _work_s(_median(costs.sum_s), 2 * launch_s)),
         "launch_s": rounded(launch_s),
     }
-    layers = layer_rates(setting, costs, DeviceCosts.build({"name": "", "peak_tflops": {}, **found}))
+    layers = layer_rates(setting, costs, DeviceCosts.build({"name": "", "peak_tflops": {}, **keys}))
     matmul = {dtype: rounded(rate) for dtype, rate in layers.pop("matmul_tflops").items()}
-    return found | {"matmul_tflops": matmul} | {name: rounded(figure) for name, figure in layers.items()}
+    return keys | {"matmul_tflops": matmul} | {name: rounded(figure) for name, figure in layers.items()}
 
 
 def device_sources(setting: Setting, costs: Costs, how: str) -> dict[str, str]:
@@ -98,14 +98,14 @@ def scaled(table: Mapping[str, Any], factor: float) -> dict[str, Any]:
 
 def scaled_device(device: Mapping[str, Any], factor: float) -> dict[str, Any]:
     """A section `device` whose kernels and matrix products are `factor` times as fast. Its memory is unchanged."""
-    found = {**device, "rates": {name: scaled(table, factor) for name, table in device["rates"].items()}}
+    section = {**device, "rates": {name: scaled(table, factor) for name, table in device["rates"].items()}}
     if device.get("matmul_tflops"):
-        found["matmul_tflops"] = {dtype: rounded(rate * factor) for dtype, rate in device["matmul_tflops"].items()}
+        section["matmul_tflops"] = {dtype: rounded(rate * factor) for dtype, rate in device["matmul_tflops"].items()}
     if device.get("elementwise_bytes_per_s"):
-        found["elementwise_bytes_per_s"] = rounded(device["elementwise_bytes_per_s"] * factor)
+        section["elementwise_bytes_per_s"] = rounded(device["elementwise_bytes_per_s"] * factor)
     if device.get("layer_launch_s"):
-        found["layer_launch_s"] = rounded(device["layer_launch_s"] / factor)
-    return found
+        section["layer_launch_s"] = rounded(device["layer_launch_s"] / factor)
+    return section
 
 
 def blocks_spread(costs: Costs) -> float:
@@ -122,16 +122,16 @@ def block_flops(name: str, q_tokens: int, kv_tokens: int, setting: Setting) -> f
 
 def _table(dtype: str, setting: Setting, costs: Costs, launch_s: float) -> dict[str, Any]:
     """The rates of one dtype in TFLOP/s."""
-    found: dict[str, Any] = {
+    table: dict[str, Any] = {
         "kernel": costs.kernel, "figures": "measured", "head_dim": setting.head_dim, "dtypes": {dtype: 1.0},
     }  # fmt: skip
     for name in RATES:
-        found[name] = {}
+        table[name] = {}
         for (of, case, q, kv), samples in costs.blocks_s.items():
             if (of, case) == (dtype, name):
                 rate = block_flops(name, q, kv, setting) / _work_s(_median(samples), launch_s) / 1e12
-                found[name][f"{q}x{kv}" if "full" in name else q] = rounded(rate)
-    return found
+                table[name][f"{q}x{kv}" if "full" in name else q] = rounded(rate)
+    return table
 
 
 def _work_s(total_s: float, overhead_s: float) -> float:

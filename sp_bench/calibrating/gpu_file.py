@@ -43,7 +43,7 @@ def gpu_cluster_config(
     rates = device_rates(setting, costs)
     for table in rates["rates"].values():
         table |= {"heads": setting.heads, "tile_tokens": TILE_TOKENS}
-    links, found = measured_links(base, pairs, hosts or {})
+    links, link_keys = measured_links(base, pairs, hosts or {})
     not_measured = [key for key in NETWORK_KEYS if key in base and key not in links]
     kept = {key: base["device"][key] for key in ("peak_tflops", "transfer_slowdown") if key in base["device"]}
     return {
@@ -58,7 +58,7 @@ def gpu_cluster_config(
             **device_sources(setting, costs, "between two CUDA events, launched ahead"),
             "sms, memory_bytes": "of this GPU, by the CUDA driver",
             "tile_tokens": "as FlashAttention-3 (an assumption)",
-            **found,
+            **link_keys,
             ", ".join([*not_measured, *kept]): f"not measured: those of cluster={base['name']}",
         },
     }
@@ -94,12 +94,12 @@ def measured_links(
 
 def above_peak(device: Mapping[str, Any]) -> list[str]:
     """The rates above the device's peak. They are wrong: the launch cost taken off small blocks was too large."""
-    found = []
+    too_high = []
     for name, table in device["rates"].items():
         peak = min(device.get("peak_tflops", {}).get(dtype, math.inf) for dtype in table["dtypes"])
         for case in RATES:
-            found += [f"{name} {case} {size}" for size, rate in table[case].items() if rate > peak]
-    return found
+            too_high += [f"{name} {case} {size}" for size, rate in table[case].items() if rate > peak]
+    return too_high
 
 
 def base_cluster(gpu: str, asked: str | None, files: Mapping[str, Path]) -> dict[str, Any]:
@@ -131,5 +131,5 @@ def _has_links_of_gpus(config: Mapping[str, Any]) -> bool:
 
 def _model(name: str) -> str:
     """The model in a GPU's name, such as H100 in NVIDIA H100 80GB HBM3; empty if there is none."""
-    found = re.search(r"\b[A-Z]{1,2}\d{2,3}\b", name)
-    return found[0] if found else ""
+    match = re.search(r"\b[A-Z]{1,2}\d{2,3}\b", name)
+    return match[0] if match else ""

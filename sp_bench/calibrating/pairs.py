@@ -39,7 +39,7 @@ def pair_rates(
 
     `plans` have as many lanes, each of them with messages among all ranks.
     """
-    transport, rank, found = transport_here(plans), dist.get_rank(), []
+    transport, rank, rates = transport_here(plans), dist.get_rank(), []
     for lane, (a, b) in ((lane, pair) for lane in range(lanes) for pair in pairs):
         report((lane, a, b), connecting=True)
         dist.barrier()
@@ -48,9 +48,9 @@ def pair_rates(
             latency_s = _exchange_s(transport, lane, peer, TINY_BYTES, times=20)
             seconds = _exchange_s(transport, lane, peer, message_bytes, times=3)
             if rank == a:
-                found.append(PairRate(a=a, b=b, bytes_per_s=message_bytes / seconds, latency_s=latency_s, lane=lane))
+                rates.append(PairRate(a=a, b=b, bytes_per_s=message_bytes / seconds, latency_s=latency_s, lane=lane))
     dist.barrier()
-    return found
+    return rates
 
 
 def _exchange_s(transport: Transport, lane: int, peer: int, message_bytes: int, times: int) -> float:

@@ -56,12 +56,12 @@ def explained(word: str) -> str:
     if word in _groups():
         return _group(word)
     lines = _choices_of_lines()
-    found = {line: names for line, names in lines.items() if _is_meant(word, line.key, names)}
-    if not found:
+    meant = {line: names for line, names in lines.items() if _is_meant(word, line.key, names)}
+    if not meant:
         words = {*_groups(), *COMMANDS, *(part for line in lines for part in (line.key, line.key.rpartition(".")[2]))}
         close = "".join(f"did you mean {near}? " for near in difflib.get_close_matches(word, words, n=1))
         raise RequestError(word, "there is no such key or command", f"{close}`sp-bench help` lists all keys")
-    return "\n".join(_explained(line, names) for line, names in found.items())
+    return "\n".join(_explained(line, names) for line, names in meant.items())
 
 
 def _is_meant(word: str, key: str, names: list[str]) -> bool:
@@ -72,16 +72,16 @@ def _is_meant(word: str, key: str, names: list[str]) -> bool:
 
 def _choices_of_lines() -> dict[Line, list[str]]:
     """The keys of all config files, with the choices of their group whose files have them with that value."""
-    found: dict[Line, list[str]] = {line: [] for line in _lines(CONF / "config.yaml")}
-    top = {line.key for line in found}
+    choices: dict[Line, list[str]] = {line: [] for line in _lines(CONF / "config.yaml")}
+    top = {line.key for line in choices}
     for group in _groups():
         for name, path in conf_files(group).items():
             whole = path.read_text().startswith("# @package _global_")
             for line in _lines(path):
                 key = line.key if whole else f"{group}.{line.key}"
                 if key not in top and line.key not in ("name", "kind"):
-                    found.setdefault(line._replace(key=key), []).append(name)
-    return found
+                    choices.setdefault(line._replace(key=key), []).append(name)
+    return choices
 
 
 def _explained(line: Line, names: list[str]) -> str:

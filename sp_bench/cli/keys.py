@@ -29,8 +29,8 @@ class Keys:
 
     def options(self, method: str) -> list[str]:
         """The options of a method."""
-        found = self._of_group("method").items()
-        return sorted(key.removeprefix("method.") for key, names in found if method in names)
+        choices = self._of_group("method").items()
+        return sorted(key.removeprefix("method.") for key, names in choices if method in names)
 
     def unknown(self, key: str, value: str, given: Mapping[str, str]) -> RequestError:
         """The error for a key that a point doesn't have, with those that may be meant and the choices they need.
@@ -43,8 +43,8 @@ class Keys:
             return RequestError(key, rule, f"did you mean {self._argument(key, value, chosen)}?")
         rule, last = "there is no such key", _last(key)
         if alike := [each for each in self._choices if _last(each) == last]:
-            found = " or ".join(self._argument(each, value, chosen) for each in alike[:MOST_NAMED])
-            return RequestError(key, rule, f"did you mean {found}?")
+            suggestions = " or ".join(self._argument(each, value, chosen) for each in alike[:MOST_NAMED])
+            return RequestError(key, rule, f"did you mean {suggestions}?")
         if commands := commands_with(key):
             rule = f"is a key of {_listed(commands)}, not of a point"
             return RequestError(key, rule, f"did you mean {commands[0]} {key}={value} ...?")
@@ -55,20 +55,20 @@ class Keys:
     @cached_property
     def _choices(self) -> dict[str, set[str]]:
         """All keys. Those that every point has are without choices."""
-        found: dict[str, set[str]] = {key: set() for key in _flat(self.values)}
+        choices: dict[str, set[str]] = {key: set() for key in _flat(self.values)}
         for group in self.chosen:
-            found = self._of_group(group) | found
-        return found
+            choices = self._of_group(group) | choices
+        return choices
 
     def _of_group(self, group: str) -> dict[str, set[str]]:
         files = {path.stem: path for folder in reversed(self._folders) for path in (folder / group).glob("*.yaml")}
-        found: dict[str, set[str]] = {}
+        choices: dict[str, set[str]] = {}
         for name, path in files.items():
             top = "" if path.read_text().startswith(GLOBAL) else f"{group}."
             for key in _flat(conf_content(path, files)):
                 if key not in ("name", "kind"):
-                    found.setdefault(top + key, set()).add(name)
-        return found
+                    choices.setdefault(top + key, set()).add(name)
+        return choices
 
     def _argument(self, key: str, value: str, chosen: Mapping[str, str]) -> str:
         """The key and its value as arguments, with the choices that they need."""
@@ -83,8 +83,8 @@ class Keys:
         """The key that `key` begins or, by its whole or its last name, is nearest to."""
         begun = sorted((each for each in self._choices if each.startswith(key)), key=len)
         by_last = {_last(each): each for each in reversed(self._choices)}
-        found = begun or difflib.get_close_matches(key, [*self._choices, *by_last], n=1, cutoff=0.7)
-        return by_last.get(found[0], found[0]) if found else None
+        nearest = begun or difflib.get_close_matches(key, [*self._choices, *by_last], n=1, cutoff=0.7)
+        return by_last.get(nearest[0], nearest[0]) if nearest else None
 
 
 def _last(key: str) -> str:

@@ -176,14 +176,14 @@ def _small(group: Group, network: Network) -> list[Algorithm]:
         return []
     ring, placed = rings(group, network), _placed(group, network)
     several = placed.nodes > 1
-    found = []
+    algorithms = []
     for protocol in PROTOCOLS:
         inside_s = np.where(several, max(protocol.inside_s, protocol.beside_network_s), protocol.inside_s)
         across_s = np.where(placed.on_node == 1, protocol.alone_s, protocol.across_s)
         steps_s = (group.size - placed.nodes) * inside_s + (placed.nodes - 1) * across_s
         cap = protocol.most_bytes_per_s[min(int(placed.nodes.max()), 3) - 1]
-        found.append(Algorithm(protocol.name, ring.flows, protocol.begin_s + steps_s, protocol.rate_share, cap))
-    return found
+        algorithms.append(Algorithm(protocol.name, ring.flows, protocol.begin_s + steps_s, protocol.rate_share, cap))
+    return algorithms
 
 
 @lru_cache(maxsize=32)

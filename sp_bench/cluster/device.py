@@ -399,8 +399,8 @@ class DeviceCosts:
 
     def _table(self, problem: Problem) -> KernelTable | Padded:
         fitting = [table for table in self.tables if table.fits(problem)]
-        if not fitting and (found := padded(self.tables, problem)):
-            return found
+        if not fitting and (of_padded := padded(self.tables, problem)):
+            return of_padded
         # Measured points may have a dtype or head_dim without figures: the nearest table then ranks their variants.
         return (
             fitting[0]

@@ -117,11 +117,11 @@ class Rates(Section, frozen=True, kw_only=True):
 
     def points(self, name: str) -> dict[tuple[int, int], float]:
         """The table `name`, one of RATES: {(queries, keys): TFLOP/s}."""
-        found = {}
+        rates = {}
         for block, rate in getattr(self, name).items():
             q_tokens, _, kv_tokens = str(block).partition("x")
-            found[int(q_tokens), int(kv_tokens or q_tokens)] = rate
-        return found
+            rates[int(q_tokens), int(kv_tokens or q_tokens)] = rate
+        return rates
 
 
 RATES = tuple(name for name in Rates.__struct_fields__ if name.partition("_")[0] in PHASES)
@@ -313,12 +313,12 @@ def _in_full_waves(
     name: str, points: Mapping[tuple[int, int], float], waves: Waves, heads: int, total_tokens: int | None
 ) -> dict[tuple[int, int], float]:
     """The rates divided by the fill of their waves."""
-    found = {}
+    in_full = {}
     for (q_tokens, kv_tokens), rate in points.items():
         batch = max(total_tokens // q_tokens, 1) if total_tokens else 1
         tokens = _outer(name.partition("_")[0], q_tokens, kv_tokens)
-        found[q_tokens, kv_tokens] = rate / waves.fill(name, tokens, batch * heads)
-    return found
+        in_full[q_tokens, kv_tokens] = rate / waves.fill(name, tokens, batch * heads)
+    return in_full
 
 
 def _shape(points: Mapping[tuple[int, int], float]) -> Curve | Surface:

@@ -122,10 +122,10 @@ class PcieTree(Switch, frozen=True, kw_only=True, tag="pcie_tree"):
 
     def levels(self) -> list[Level]:
         """The shared links of a node, from its GPUs up."""
-        found = [*super().levels(), Level("uplink", self.gpus_per_switch, self.uplink_bytes_per_s)]
+        shared = [*super().levels(), Level("uplink", self.gpus_per_switch, self.uplink_bytes_per_s)]
         if self.gpus_per_socket and self.socket_bytes_per_s:
-            found.append(Level("socket", self.gpus_per_socket, self.socket_bytes_per_s))
-        return found
+            shared.append(Level("socket", self.gpus_per_socket, self.socket_bytes_per_s))
+        return shared
 
     def __post_init__(self) -> None:
         """Raises RequestError for keys that don't fit each other."""
@@ -252,21 +252,21 @@ class Topology(Section, frozen=True, kw_only=True):
     def shares_links(self) -> str:
         """The links that several GPUs have together, in words; empty where each has its own port and NIC."""
         intra, nics = self.intra, self.inter.nics_per_node if self.inter else None
-        found = [f"intra.kind={type(intra).__struct_config__.tag}"] if type(intra) is not Switch else []
-        found += [f"inter.nics_per_node={nics}"] if nics and nics < (self.gpus_per_node or nics + 1) else []
-        return ", ".join(found + (["fabric"] if self.fabric and self.fabric.oversubscription > 1 else []))
+        shared = [f"intra.kind={type(intra).__struct_config__.tag}"] if type(intra) is not Switch else []
+        shared += [f"inter.nics_per_node={nics}"] if nics and nics < (self.gpus_per_node or nics + 1) else []
+        return ", ".join(shared + (["fabric"] if self.fabric and self.fabric.oversubscription > 1 else []))
 
     def between(self, g: int) -> list[Level]:
         """The shared links between nodes of g GPUs, from the NICs up."""
         if not self.inter:
             return []
         nics = self.inter.nics_per_node or g
-        found = [Level("nic", g // nics, self.inter.bytes_per_s)]
+        levels = [Level("nic", g // nics, self.inter.bytes_per_s)]
         if self.fabric:
             below = self.fabric.nodes_per_leaf
             rate = below * nics * self.inter.bytes_per_s / self.fabric.oversubscription
-            found.append(Level("leaf", below * g, rate))
-        return found
+            levels.append(Level("leaf", below * g, rate))
+        return levels
 
     def network(self, n: int) -> Network:
         """The links of n ranks. Raises RequestError if the cluster has too few GPUs, or the network too many links."""
@@ -342,8 +342,8 @@ class Network:
         if key not in self._known:
             if len(self._known) >= KNOWN:
                 self._known.clear()
-            found = self._known[key] = self.routes(np.arange(target.size), target)
-            for array in (found.latency_s, found.links, found.rate_cap, found.inter):
+            routes = self._known[key] = self.routes(np.arange(target.size), target)
+            for array in (routes.latency_s, routes.links, routes.rate_cap, routes.inter):
                 array.flags.writeable = False
         return self._known[key]
 

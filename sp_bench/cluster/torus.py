@@ -19,7 +19,7 @@ def hops(shape: Sequence[int], wrap: bool, a: np.ndarray, b: np.ndarray) -> list
     (s = 0) or downwards (1).
     """
     node = int(np.prod(shape))
-    found, first = [], 2 * len(shape) * (a // node * node)
+    links, first = [], 2 * len(shape) * (a // node * node)
     at = list(np.unravel_index(a % node, shape))
     for dimension, (size, target) in enumerate(zip(shape, np.unravel_index(b % node, shape), strict=True)):
         distance = target - at[dimension]
@@ -29,6 +29,6 @@ def hops(shape: Sequence[int], wrap: bool, a: np.ndarray, b: np.ndarray) -> list
         for _ in range(size // 2 if wrap else size - 1):
             node_at = np.ravel_multi_index(at, shape)
             moves = at[dimension] != target
-            found.append(np.where(moves, first + 2 * (len(shape) * node_at + dimension) + (way < 0), -1))
+            links.append(np.where(moves, first + 2 * (len(shape) * node_at + dimension) + (way < 0), -1))
             at[dimension] = (at[dimension] + moves * way) % size
-    return found
+    return links

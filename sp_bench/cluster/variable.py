@@ -102,7 +102,7 @@ def calls_s(kernel: Kernel, pieces: Pieces, pairs: np.ndarray) -> np.ndarray:
 def blocks_s(kernel: Kernel, blocks: PackBlocks) -> np.ndarray:
     """Seconds of the kernel call of each block of a pack, without launches: (classes,)."""
     computed = np.flatnonzero(blocks.pairs > 0)
-    found, number = np.zeros(blocks.classes), np.full(blocks.classes, -1)
+    seconds, number = np.zeros(blocks.classes), np.full(blocks.classes, -1)
     number[computed] = np.arange(computed.size)
     groups = []
     for queries, keys in _by_length(blocks, computed.size):
@@ -113,8 +113,8 @@ def blocks_s(kernel: Kernel, blocks: PackBlocks) -> np.ndarray:
         q_tokens, kv_tokens = (each.ravel()[filled] / count[filled] for each in sums)
         groups.append(Pieces(number[filled], count[filled], q_tokens, kv_tokens))
     pieces = Pieces(*map(np.concatenate, zip(*groups, strict=True)))
-    found[computed] = calls_s(kernel, pieces, blocks.pairs[computed].astype(float))
-    return found
+    seconds[computed] = calls_s(kernel, pieces, blocks.pairs[computed].astype(float))
+    return seconds
 
 
 def joined_s(kernel: Kernel, blocks: PackBlocks, queries: np.ndarray, keys: np.ndarray, parts: int = 1) -> np.ndarray:

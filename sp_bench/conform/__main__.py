@@ -65,17 +65,19 @@ def _conform(arguments: Sequence[str]) -> int:
     shrink_s = read(NotNegative, yaml.safe_load(given.get("shrink_s", str(SHRINK_S))), "shrink_s")
     timeout_s = read(Seconds, yaml.safe_load(given.get("timeout_s", str(TIMEOUT_S))), "timeout_s")
     files = {kind: _writable(kind, given[kind]) for kind in ("markdown", "junit") if kind in given}
-    found: dict[str, list[Row]] = {}
+    by_subject: dict[str, list[Row]] = {}
     with Worlds(timeout_s) as worlds:
         for subject in subjects:
-            found[subject.title] = _watched(subject, worlds, long=long, sizes=sizes, checks=checks, shrink_s=shrink_s)
+            by_subject[subject.title] = _watched(
+                subject, worlds, long=long, sizes=sizes, checks=checks, shrink_s=shrink_s
+            )
             console = Console(width=None if sys.stdout.isatty() else 200)
-            console.print(table(subject.title, found[subject.title]))
-            if text := advice(subject.title, found[subject.title]):
+            console.print(table(subject.title, by_subject[subject.title]))
+            if text := advice(subject.title, by_subject[subject.title]):
                 console.print(text, markup=False, highlight=False)
     for kind, path in files.items():
-        path.write_text(as_markdown(found) if kind == "markdown" else as_junit(found))
-    return int(any(row.status == "fails" for rows in found.values() for row in rows))
+        path.write_text(as_markdown(by_subject) if kind == "markdown" else as_junit(by_subject))
+    return int(any(row.status == "fails" for rows in by_subject.values() for row in rows))
 
 
 def _watched(subject: Subject, worlds: Worlds, **how: Any) -> list[Row]:

@@ -47,8 +47,8 @@ def other_length(stage: Stage) -> str:
 
     Raising or dying is right too (Check.loud). A function that is for other layouts than contiguous ones can't answer.
     """
-    if found := stage.wrong(stage.run(stage.inputs()), stage.inputs(), "before"):
-        return found
+    if wrong := stage.wrong(stage.run(stage.inputs()), stage.inputs(), "before"):
+        return wrong
     missing = stage.case.tokens // 2
     cut = stage.case.simpler(more=-missing)
     instance = stage.instance.at(cut) if stage.instance.at else stage.another(cut)
@@ -61,14 +61,14 @@ def other_length(stage: Stage) -> str:
         shapes: list[Any] = [None] * stage.case.n
         dist.all_gather_object(shapes, (tuple(out.shape), tuple(local.q.shape)), group=stage.group)
         answers = f"rank 0 has {stage.case.tokens - missing} tokens and the others {stage.case.tokens}, but none raises"
-        for rank, (found, wanted) in enumerate(shapes):
-            if found != wanted:
-                return f"{answers}: out of rank {rank} is {found}, where {wanted} is right"
+        for rank, (wrong, wanted) in enumerate(shapes):
+            if wrong != wanted:
+                return f"{answers}: out of rank {rank} is {wrong}, where {wanted} is right"
         results: list[Any] = [None] * stage.case.n
         dist.all_gather_object(results, stage.backward(out, leaves, local.dout), group=stage.group)
     joined = {name: torch.cat(parts, dim=1) for name, *parts in zip(NAMES, *results, strict=True)}
-    found = "; ".join(compared(joined, whole, cut, stage.case.dtype).values())
-    return f"{answers}: {found}" if found else ""
+    wrong = "; ".join(compared(joined, whole, cut, stage.case.dtype).values())
+    return f"{answers}: {wrong}" if wrong else ""
 
 
 @contextmanager

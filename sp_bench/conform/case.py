@@ -62,8 +62,8 @@ class Case:
             return ()
         left = self.seqlen - (PAD_TOKENS if self.padded else 0)
         cuts = [left * (i * (i + 1)) // (self.documents * (self.documents + 1)) for i in range(self.documents + 1)]
-        found = [end - start for start, end in zip(cuts, cuts[1:], strict=False)]
-        return tuple(length for length in (*found, *([PAD_TOKENS] if self.padded else [])) if length > 0)
+        between_cuts = [end - start for start, end in zip(cuts, cuts[1:], strict=False)]
+        return tuple(length for length in (*between_cuts, *([PAD_TOKENS] if self.padded else [])) if length > 0)
 
     @property
     def valid(self) -> bool:

@@ -77,8 +77,8 @@ def sizes_and_masks(claims: Claims, sizes: Sequence[int], long: bool) -> Iterato
 def lengths(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
     """Whole lengths beyond those at which kernels change tiles; the longest, where none is of these ranks."""
     pairs = [*LENGTHS.items(), *(LONGER.items() if long else ())]
-    found = [(n, seqlen) for n, seqlen in pairs if n in sizes]
-    for n, seqlen in found or [(n, max(LENGTHS.values())) for n in chosen(sizes)]:
+    pairs_of_sizes = [(n, seqlen) for n, seqlen in pairs if n in sizes]
+    for n, seqlen in pairs_of_sizes or [(n, max(LENGTHS.values())) for n in chosen(sizes)]:
         yield from every(claims, sizes, [n], {"tokens": share(n, seqlen)})
 
 
@@ -95,8 +95,8 @@ def uneven_heads(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[C
     """Numbers of heads that the ranks don't divide, with a key head each."""
     triples = [(2, 3, 3), (4, 6, 3), (3, 4, 4), (4, 6, 6)]
     triples += [(6, 8, 8), (8, 12, 12), (3, 2, 2), (8, 3, 3), (2, 1, 1)] * long
-    found = [each for each in triples if each[0] in sizes]
-    for n, heads, keys in found or [(n, n + 1, n + 1) for n in chosen(sizes)]:
+    of_sizes = [each for each in triples if each[0] in sizes]
+    for n, heads, keys in of_sizes or [(n, n + 1, n + 1) for n in chosen(sizes)]:
         yield case_of(claims, n, heads=heads, kv_heads=keys)
 
 

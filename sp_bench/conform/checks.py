@@ -56,18 +56,18 @@ def strides(stage: Stage) -> str:
     inputs, ones = stage.inputs(), torch.ones(())
     local = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in stage.local(inputs)))
     out, leaves = stage.forward(local)
-    found = stage.wrong(stage.backward(out, leaves, local.dout), inputs)
+    wrong = stage.wrong(stage.backward(out, leaves, local.dout), inputs)
     out, leaves = stage.forward(local)
     expanded = ones.to(out.dtype).expand(out.shape)
     whole = inputs._replace(dout=torch.ones_like(inputs.dout))
-    return found or stage.wrong(stage.backward(out, leaves, expanded), whole, "with the gradient of out.sum()")
+    return wrong or stage.wrong(stage.backward(out, leaves, expanded), whole, "with the gradient of out.sum()")
 
 
 def repeated(stage: Stage) -> str:
     """Three calls of one instance on different inputs, all compared after the last one."""
     results = [stage.run(stage.inputs(seed)) for seed in range(3)]
-    found = [stage.wrong(x, stage.inputs(seed), f"call {seed + 1} of 3") for seed, x in enumerate(results)]
-    return next(filter(None, found), "")
+    wrong = [stage.wrong(x, stage.inputs(seed), f"call {seed + 1} of 3") for seed, x in enumerate(results)]
+    return next(filter(None, wrong), "")
 
 
 def in_flight(stage: Stage) -> str:
@@ -78,8 +78,8 @@ def in_flight(stage: Stage) -> str:
         for call in order:
             results = stage.backward(*forwards[call], locals_[call].dout)
             what = f"forwards 1 and 2, backwards {order[0] + 1} and {order[1] + 1}: call {call + 1}"
-            if found := stage.wrong(results, stage.inputs(call), what):
-                return found
+            if wrong := stage.wrong(results, stage.inputs(call), what):
+                return wrong
     return ""
 
 
@@ -106,10 +106,10 @@ def _interleaved(*stages: Stage) -> str:
     inputs = [stage.inputs(seed) for seed, stage in enumerate(stages)]
     locals_ = [stage.local(x) for stage, x in zip(stages, inputs, strict=True)]
     forwards = [stage.forward(local) for stage, local in zip(stages, locals_, strict=True)]
-    found = ""
+    wrong = ""
     for i, stage in enumerate(stages):
-        found = found or stage.wrong(stage.backward(*forwards[i], locals_[i].dout), inputs[i], f"instance {i + 1}")
-    return found
+        wrong = wrong or stage.wrong(stage.backward(*forwards[i], locals_[i].dout), inputs[i], f"instance {i + 1}")
+    return wrong
 
 
 def frozen(stage: Stage) -> str:
@@ -121,8 +121,8 @@ def frozen(stage: Stage) -> str:
             out, leaves = stage.forward(local, needed=needed)
             names = [name for name, need in zip("qkv", needed, strict=True) if need]
             what = f"only {' and '.join(names)} need{'s' * (len(names) == 1)} a gradient"
-            if found := stage.wrong(stage.backward(out, leaves, local.dout), inputs, what):
-                return found.removeprefix(f"{what}: ") if all(needed) else found
+            if wrong := stage.wrong(stage.backward(out, leaves, local.dout), inputs, what):
+                return wrong.removeprefix(f"{what}: ") if all(needed) else wrong
     return ""
 
 
@@ -157,8 +157,8 @@ def no_grad(stage: Stage) -> str:
         if out.requires_grad:
             return f"out needs a gradient under {mode.__name__}"
         with torch.no_grad():
-            if found := stage.wrong(Results(out.clone(), None, None, None), inputs, mode.__name__):
-                return found
+            if wrong := stage.wrong(Results(out.clone(), None, None, None), inputs, mode.__name__):
+                return wrong
     return ""
 
 
@@ -205,8 +205,8 @@ def checkpointed(stage: Stage) -> str:
         out, leaves = stage.forward(local, again)
         out.backward(local.dout)  # the reentrant kind refuses autograd.grad
         results = Results(out.detach(), *(x.grad for x in leaves))
-        if found := stage.wrong(results, inputs, f"use_reentrant={reentrant}"):
-            return found
+        if wrong := stage.wrong(results, inputs, f"use_reentrant={reentrant}"):
+            return wrong
     return ""
 
 
@@ -227,15 +227,15 @@ def volume(stage: Stage) -> str:
     local = stage.local(stage.inputs())
     stage.backward(*stage.forward(local), local.dout)  # what is sent once, to agree on shapes, doesn't count
     sent = stage.instance.sent_bytes
-    before, found = sent() if sent else 0, {}
+    before, by_phase = sent() if sent else 0, {}
     with Traffic() as traffic:
         out, leaves = stage.forward(local)
-        found["forward"] = (sent() - before) if sent else traffic.sent_bytes.total()
+        by_phase["forward"] = (sent() - before) if sent else traffic.sent_bytes.total()
         stage.backward(out, leaves, local.dout)
-        found["backward"] = (sent() - before if sent else traffic.sent_bytes.total()) - found["forward"]
+        by_phase["backward"] = (sent() - before if sent else traffic.sent_bytes.total()) - by_phase["forward"]
     if traffic.unknown and not sent:
         return f"{', '.join(sorted(traffic.unknown))} can't be counted"
-    counts = torch.tensor([found[phase] for phase in PHASES], dtype=torch.float64)
+    counts = torch.tensor([by_phase[phase] for phase in PHASES], dtype=torch.float64)
     dist.all_reduce(counts, group=stage.group)
     for phase, count in zip(PHASES, counts.tolist(), strict=True):
         claimed = stage.subject.sent_bytes(stage.case, phase)

@@ -86,10 +86,10 @@ def dtypes_named(given: object) -> tuple[str, ...]:
 def _names(key: str, given: object, name: Callable[[str], str]) -> tuple[str, ...]:
     """The names in a list or in a text with commas, each once."""
     words = [str(x).strip() for x in given] if isinstance(given, list | tuple) else str(given).split(",")
-    found = tuple(dict.fromkeys(name(word) for word in words if word))
-    if not found:
+    names = tuple(dict.fromkeys(name(word) for word in words if word))
+    if not names:
         raise RequestError(f"{key}={given}", "a function takes at least one", f"{key}={name('')} would work")
-    return found
+    return names
 
 
 def _mask(word: str) -> str:

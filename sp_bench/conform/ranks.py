@@ -62,8 +62,8 @@ class Worlds:
 
     def _asked(self, subject: Subject, check: Check, case: Case) -> Verdict:
         usual = replace(check, function="exact", loud=False)
-        if check.loud and (found := self.judge(subject, usual, case)).status != "holds":
-            return found
+        if check.loud and (judged := self.judge(subject, usual, case)).status != "holds":
+            return judged
         n = check.worlds * case.n
         pool = self._pool(n)
         try:
@@ -81,10 +81,10 @@ class Worlds:
             if isinstance(error, RankError):
                 return Verdict("fails", f"rank {error.rank} raised {_first_line(error.why)}")
             return Verdict("fails", _first_line(str(error)), slow=True)
-        if found := next(filter(None, answers), ""):
+        if judged := next(filter(None, answers), ""):
             if check.function == "messages":  # some are left on the group
                 self._drop(n)
-            return Verdict("fails", found)
+            return Verdict("fails", judged)
         return Verdict("holds")
 
     def renew(self) -> None:
@@ -120,12 +120,12 @@ def judge(subject: Subject, function: str, case: Case) -> str:
     name, _, argument = function.partition(":")
     check: Callable[..., str] = checks.CHECKS[name]
     try:
-        found = check(*filter(None, [argument]), checks.Stage(subject, case))
+        wrong = check(*filter(None, [argument]), checks.Stage(subject, case))
     except REFUSALS as error:
         _last = ("refused", f"{type(error).__name__}: {error}".strip(": "))
         raise
-    _last = ("done", found)
-    return found
+    _last = ("done", wrong)
+    return wrong
 
 
 def last_state() -> tuple[str, str]:

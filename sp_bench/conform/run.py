@@ -98,7 +98,7 @@ def _layouts(
     tried = {case: subject.in_other_layouts(case) for case in failing}
     if any(verdict.slow for verdict in failing.values()) or not all(tried.values()):
         return "", ()
-    deadline, found = time.monotonic() + limit_s, []
+    deadline, holding = time.monotonic() + limit_s, []
     for name in sorted(set.intersection(*(set(others) for others in tried.values()))):
         for case, others in tried.items():
             verdict = worlds.judge(others[name], check, case) if time.monotonic() < deadline else Verdict("not run")
@@ -106,8 +106,8 @@ def _layouts(
             if verdict.status != "holds":
                 break
         else:
-            found.append(name)
-    return " and ".join(sorted({subject.layout(case).name for case in failing})), tuple(found)
+            holding.append(name)
+    return " and ".join(sorted({subject.layout(case).name for case in failing})), tuple(holding)
 
 
 def _smallest(subject: Subject, worlds: Worlds, check: Check, failing: dict[Case, Verdict], limit_s: float) -> Case:

@@ -21,16 +21,16 @@ def smallest(case: Case, fails: Callable[[Case], bool], limit_s: float) -> Case:
         known.add(candidate)
         return new and fails(candidate)
 
-    while found := next(filter(still_fails, _simpler(case)), None):
-        case = found
+    while simpler := next(filter(still_fails, _simpler(case)), None):
+        case = simpler
     return case
 
 
 def _simpler(case: Case) -> list[Case]:
     """The case with one value that is simpler, the simplest first."""
-    found = []
+    cases = []
     for name, values in AXES.items():
         own: Any = getattr(case, name)
         below = values[: values.index(own)] if own in values else [x for x in values if x < own]  # pyright: ignore
-        found += [case.simpler(**{name: value}) for value in below]
-    return found
+        cases += [case.simpler(**{name: value}) for value in below]
+    return cases

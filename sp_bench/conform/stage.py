@@ -82,8 +82,8 @@ class Stage:
         leaves = [x.detach().requires_grad_(need) for x, need in zip(local[:3], needed, strict=True)]
         out = (attend or self.instance.attend)(*leaves)
         if not isinstance(out, Tensor) or out.shape != local.q.shape:
-            found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise TypeError(f"returned {found}, where out is {tuple(local.q.shape)}")
+            returned = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise TypeError(f"returned {returned}, where out is {tuple(local.q.shape)}")
         return out, leaves
 
     def backward(self, out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> Results:
@@ -92,10 +92,10 @@ class Stage:
         if not out.requires_grad:
             raise TypeError("returned an output that autograd can't differentiate")
         try:
-            found = iter(torch.autograd.grad(out, needed, dout.to(out.dtype)))
+            gradients = iter(torch.autograd.grad(out, needed, dout.to(out.dtype)))
         except REFUSALS as error:
             raise BackwardError(f"in its backward, {type(error).__name__}: {error}") from error
-        return Results(out.detach(), *(next(found) if x.requires_grad else None for x in leaves))
+        return Results(out.detach(), *(next(gradients) if x.requires_grad else None for x in leaves))
 
     def errors(self, results: Results, inputs: Inputs, dtype: str = "") -> dict[str, str]:
         """By tensor, what is wrong with it, the same on all ranks. All must call it; the group's first one compares.
@@ -113,8 +113,8 @@ class Stage:
 
     def wrong(self, results: Results, inputs: Inputs, what: str = "", dtype: str = "") -> str:
         """All errors as one text, empty if there are none. `what` says of which results."""
-        found = "; ".join(self.errors(results, inputs, dtype).values())
-        return f"{what}: {found}" if what and found else found
+        errors = "; ".join(self.errors(results, inputs, dtype).values())
+        return f"{what}: {errors}" if what and errors else errors
 
 
 @lru_cache(maxsize=16)
@@ -133,8 +133,8 @@ def reference(case: Case, inputs: Inputs) -> Mapping[str, Tensor]:
     """(out, dq, dk, dv) of the whole sequence in fp64, by name. Another scale is one of q, in fp64."""
     factor = case.scale * math.sqrt(case.head_dim) if case.scale else 1.0
     q, *others = (x.double() for x in inputs)
-    found = dict(zip(NAMES, exact(q * factor, *others, mask=case.whole_mask()), strict=True))
-    return found | {"dq": found["dq"] * factor}
+    exact_of = dict(zip(NAMES, exact(q * factor, *others, mask=case.whole_mask()), strict=True))
+    return exact_of | {"dq": exact_of["dq"] * factor}
 
 
 def compared(whole: Mapping[str, Tensor], inputs: Inputs, case: Case, dtype: str) -> dict[str, str]:
@@ -146,10 +146,10 @@ def compared(whole: Mapping[str, Tensor], inputs: Inputs, case: Case, dtype: str
             complaints[name] = f"{name} is {tuple(x.shape)} in all, where {tuple(wanted[name].shape)} is right"
             continue
         rows = slice(0, case.seqlen - PAD_TOKENS if case.padded else None)
-        found, right = x[:, rows], wanted[name][:, rows]
-        heads = torch.stack([squared_norms(found[:, :, h], right[:, :, h]) for h in range(x.shape[2])], dim=1)
-        overall = float(relative_error(heads.sum(1), found.numel()))
-        worst = float(relative_error(heads, found.numel() // x.shape[2]).max())
+        values, right = x[:, rows], wanted[name][:, rows]
+        heads = torch.stack([squared_norms(values[:, :, h], right[:, :, h]) for h in range(x.shape[2])], dim=1)
+        overall = float(relative_error(heads.sum(1), values.numel()))
+        worst = float(relative_error(heads, values.numel() // x.shape[2]).max())
         if text := GateErrors(overall={name: overall}, worst_head={name: worst}).wrong(dtype):
             complaints[name] = text.partition(", ")[0]
     return complaints

@@ -106,14 +106,14 @@ class Function(Subject):
         try:
             if importlib.util.find_spec(module) is None:
                 raise ModuleNotFoundError(f"no module {module}")
-            found = vars(importlib.import_module(module))
+            contents = vars(importlib.import_module(module))
         except ImportError as error:
             would_work = "the name of a module in this folder or on PYTHONPATH would work"
             raise RequestError(self.name, f"can't be imported: {error}", would_work) from None
-        if not callable(found.get(name)):
-            names = [key for key, value in found.items() if callable(value) and not key.startswith("_")]
+        if not callable(contents.get(name)):
+            names = [key for key, value in contents.items() if callable(value) and not key.startswith("_")]
             raise RequestError(self.name, f"{module} has no function {name}", nearest(name, names))
-        return found[name]
+        return contents[name]
 
     def refuse(self, case: Case) -> None:
         made = self.claims
@@ -176,12 +176,12 @@ class Package(Subject):
         return Claims(dtypes=dtypes, masks=masks, sub_groups=peer.takes_group, documents=peer.takes_documents)
 
     def _masks(self) -> tuple[str, ...]:
-        found = []
+        masks = []
         for mask in ("causal", "full"):
             with suppress(RequestError):
                 self.refuse(Case(n=2, heads=2, kv_heads=2, tokens=8, mask=mask, dtype="bfloat16"))
-                found.append(mask)
-        return tuple(found)
+                masks.append(mask)
+        return tuple(masks)
 
     def refuse(self, case: Case) -> None:
         if case.scale:

@@ -54,31 +54,31 @@ class Examination:
 def examine(ranks: int, launch: Launch | None, device: str, dtypes: Sequence[str], head_dim: int) -> Examination:
     """Examine the hosts of `launch`, or this one with so many ranks. `device` is cpu or cuda."""
     load, gpus = os.getloadavg()[0], gpus_here()
-    found = judge_software(gpus)
-    if not measures(found):
-        return Examination(findings=[*found, SIMULATED])
+    findings = judge_software(gpus)
+    if not measures(findings):
+        return Examination(findings=[*findings, SIMULATED])
     with _Ward(ranks, launch, device) as ward:
         try:
             seen = ward.run("look")
         except RankFailure as failure:
             fix = "see what the rank says; python -m sp_bench gpus=2 cluster=local on one host shows whether any start"
-            return Examination(findings=[*found, finding("allocation", "ranks", str(failure), "fail", fix)])
+            return Examination(findings=[*findings, finding("allocation", "ranks", str(failure), "fail", fix)])
         facts = [with_callers_log(rank, os.environ) for rank, _ in seen]
         hosts = [host for _, host in seen if host]
         left = _seconds_left(os.environ)
-        found += judge_allocation(launch, facts, os.environ, left) + judge_hosts(hosts, facts, load)
-        found += judge_settings(facts)
+        findings += judge_allocation(launch, facts, os.environ, left) + judge_hosts(hosts, facts, load)
+        findings += judge_settings(facts)
         known: dict[str, Any] = {"hosts": [asdict(host) for host in hosts], "ranks": [asdict(rank) for rank in facts]}
         if any("error" in rank.device for rank in facts):
-            return Examination(findings=found, facts=known)
+            return Examination(findings=findings, facts=known)
         if ranks > 1 and device == "cuda":
-            found += judge_groups(ranks, ward.run)
+            findings += judge_groups(ranks, ward.run)
         for dtype in dtypes:
-            found += _kernels(ward, dtype, head_dim)
+            findings += _kernels(ward, dtype, head_dim)
         if ranks > 1:
-            found += ward.or_finding("links", lambda: _links(ward, facts, known))
-        found += ward.or_finding("GPUs", lambda: _gpus(ward, hosts, known))
-    return Examination(findings=[*found, *judge_uses(facts, launched=launch is not None)], facts=known)
+            findings += ward.or_finding("links", lambda: _links(ward, facts, known))
+        findings += ward.or_finding("GPUs", lambda: _gpus(ward, hosts, known))
+    return Examination(findings=[*findings, *judge_uses(facts, launched=launch is not None)], facts=known)
 
 
 class _Ward(AbstractContextManager):
@@ -166,11 +166,11 @@ def _links(ward: _Ward, facts: Sequence[RankFacts], known: dict[str, Any]) -> li
     by_rank = ward.run("pair_rates", plans, pairs_of(ward.n), MESSAGE_BYTES[ward.device])
     rates = [pair for of_rank in by_rank for pair in of_rank]
     known["links"] = [asdict(pair) for pair in rates]
-    found = judge_links(rates, facts)
+    findings = judge_links(rates, facts)
     if ward.device == "cuda":
         logs = ward.run("nccl_log")
-        found += judge_nccl(logs, [rank.host for rank in facts])
-    return found
+        findings += judge_nccl(logs, [rank.host for rank in facts])
+    return findings
 
 
 def with_callers_log(rank: RankFacts, environment: Mapping[str, str]) -> RankFacts:

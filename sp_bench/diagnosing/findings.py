@@ -33,19 +33,19 @@ def finding(section: str, check: str, found: str, status: str = "ok", fix: str =
 
 def counts(findings: Iterable[Finding]) -> dict[str, int]:
     """The number of findings by status."""
-    by_status = Counter(found.status for found in findings)
+    by_status = Counter(one.status for one in findings)
     return {status: by_status[status] for status in STATUSES}
 
 
 def as_text(findings: Sequence[Finding]) -> str:
     """The findings by section, one a line, each fix below its finding."""
-    lines, width = [], max((len(found.check) for found in findings), default=0)
-    for section in dict.fromkeys(found.section for found in findings):
+    lines, width = [], max((len(one.check) for one in findings), default=0)
+    for section in dict.fromkeys(one.section for one in findings):
         lines.append(section)
-        for found in findings:
-            if found.section == section:
-                lines.append(f"  {found.status:<4}  {found.check:<{width}}  {found.found}")
-                lines += [f"        fix: {found.fix}"] * bool(found.fix)
+        for one in findings:
+            if one.section == section:
+                lines.append(f"  {one.status:<4}  {one.check:<{width}}  {one.found}")
+                lines += [f"        fix: {one.fix}"] * bool(one.fix)
     total = counts(findings)
     lines.append(", ".join(f"{number} {status}" for status, number in total.items()))
     return "\n".join(lines)
@@ -53,7 +53,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 def as_json(findings: Sequence[Finding], **facts: Any) -> Mapping[str, Any]:
     """The findings with their counts, and the facts they follow from."""
-    return {"counts": counts(findings), "findings": [asdict(found) for found in findings], **facts}
+    return {"counts": counts(findings), "findings": [asdict(one) for one in findings], **facts}
 
 
 def on_hosts(hosts: Sequence[str], of: int) -> str:

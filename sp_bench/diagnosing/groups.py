@@ -35,14 +35,14 @@ class Used(NamedTuple):
 
 def used_groups(n: int) -> list[Used]:
     """The groups of all methods' plans on n ranks."""
-    found = dict[Used, str]()
+    groups = dict[Used, str]()
     for plan in _plans(n):
         for op in plan.ops:
             if isinstance(op, Transfer) and (isinstance(op.group, Exchange) or op.group.size > 1):
                 group = op.group if isinstance(op.group, Exchange) else op.group._replace(way=UP)
                 one = Used(plan.lanes.index(op.lane), group, not by_messages(op))
-                found.setdefault(one, str(one))
-    return list({words: one for one, words in reversed(found.items())}.values())[::-1]
+                groups.setdefault(one, str(one))
+    return list({words: one for one, words in reversed(groups.items())}.values())[::-1]
 
 
 def _plans(n: int) -> Iterator[Plan]:

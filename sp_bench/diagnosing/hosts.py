@@ -22,32 +22,32 @@ PLACED = "--cpus-per-task=8 --distribution=block:block --cpu-bind=cores --gpu-bi
 
 def judge_hosts(hosts: Sequence[HostFacts], ranks: Sequence[RankFacts], before: float) -> list[Finding]:
     """Findings on each host. `before` is the load of the first host before the ranks started."""
-    found = []
+    findings = []
     for i, host in enumerate(hosts):
         load = before if i == 0 else host.load
         of_gpus = sum(rank.host == host.host and "cuda" in rank.device for rank in ranks)
-        found.append(
+        findings.append(
             finding("hosts", f"{host.host}: CPU", f"{host.cores} cores, {host.cpu}, "
                     f"{host.free_bytes / 2**30:.0f} of {host.memory_bytes / 2**30:.0f} GiB free")
         )  # fmt: skip
         busy = load > max(BUSY_SHARE * host.cores, 0.5)
         what = f"{load:.1f} processes on {host.cores} cores, before this command's"
-        found.append(
+        findings.append(
             finding("hosts", f"{host.host}: load", what, "warn" if busy else "ok",
                     "wait, or ask for a host of your own: other work makes figures noisy")
         )  # fmt: skip
         if host.governor in ("powersave", "conservative"):
             fix = "cpupower frequency-set -g performance, or say so beside the figures"
-            found.append(finding("hosts", f"{host.host}: clocks", f"governor {host.governor}", "warn", fix))
+            findings.append(finding("hosts", f"{host.host}: clocks", f"governor {host.governor}", "warn", fix))
         if host.open_files < OPEN_FILES and len(ranks) > 64:
             what = f"{host.open_files} open files a process, and each rank may hold {len(ranks)} connections"
-            found.append(finding("hosts", f"{host.host}: limits", what, "warn", "ulimit -n 65536"))
+            findings.append(finding("hosts", f"{host.host}: limits", what, "warn", "ulimit -n 65536"))
         if of_gpus and (host.shm_bytes or 0) < of_gpus * SHM_BYTES_PER_GPU:
             free = "no /dev/shm" if host.shm_bytes is None else f"{host.shm_bytes / 2**20:.0f} MiB free in /dev/shm"
             fix = "start the container with --ipc=host or --shm-size=8g"
-            found.append(finding("hosts", f"{host.host}: /dev/shm", f"{free} for {of_gpus} GPUs", "warn", fix))
-        found += _network(host)
-    return found
+            findings.append(finding("hosts", f"{host.host}: /dev/shm", f"{free} for {of_gpus} GPUs", "warn", fix))
+        findings += _network(host)
+    return findings
 
 
 def _network(host: HostFacts) -> list[Finding]:
@@ -60,11 +60,11 @@ def _network(host: HostFacts) -> list[Finding]:
     what = f"{len(up)} ports active ({rates})" if up else "no port is active"
     what += f", {', '.join(down)} not" if down else ""
     fix = "have the cables and the subnet manager looked at, or name the working ports in NCCL_IB_HCA"
-    found = [finding("hosts", f"{host.host}: NICs", what, "ok" if up and not down else "warn", fix)]
+    findings = [finding("hosts", f"{host.host}: NICs", what, "ok" if up and not down else "warn", fix)]
     if up and host.locked_bytes is not None:
         what = f"{host.locked_bytes / 2**20:.0f} MiB of locked memory a process: RDMA may fail to register buffers"
-        found.append(finding("hosts", f"{host.host}: limits", what, "warn", "ulimit -l unlimited"))
-    return found
+        findings.append(finding("hosts", f"{host.host}: limits", what, "warn", "ulimit -l unlimited"))
+    return findings
 
 
 def judge_allocation(
@@ -74,26 +74,26 @@ def judge_allocation(
     hosts = {host: [rank for rank in ranks if rank.host == host] for host in dict.fromkeys(r.host for r in ranks)}
     where = f"{len(ranks)} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}"
     by = f"started by {launch.by}" if launch else "processes of this machine"
-    found = [finding("allocation", "ranks", f"{where}, {by}")]
+    findings = [finding("allocation", "ranks", f"{where}, {by}")]
     if "SLURM_JOB_ID" in environment:
         nodes = int(environment.get("SLURM_JOB_NUM_NODES", 1))
         command = f"srun --nodes={nodes} --ntasks-per-node=8 {PLACED} python -m sp_bench.doctor"
         what = f"job {environment['SLURM_JOB_ID']} on {environment.get('SLURM_JOB_NODELIST', '?')}, {nodes} nodes"
         alone = launch is None and nodes > 1
-        found.append(
+        findings.append(
             finding("allocation", "SLURM", what + (", of which only this one is examined" if alone else ""),
                     "warn" if alone else "ok", f"{command}, with as many tasks as GPUs on a node")
         )  # fmt: skip
         if seconds_left is not None and seconds_left < 60 * MINUTES:
             what = f"{seconds_left / 60:.0f} minutes are left"
             fix = "ask for more with --time; sweeps and first_hour go on where they were cut off"
-            found.append(finding("allocation", "time", what, "warn", fix))
+            findings.append(finding("allocation", "time", what, "warn", fix))
     counts = {len(of_host) for of_host in hosts.values()}
     if len(counts) > 1:
         shown = ", ".join(f"{host}: {len(of_host)}" for host, of_host in hosts.items())
         fix = "srun --ntasks-per-node, equal on all nodes"
-        found.append(finding("allocation", "ranks by host", shown, "warn", fix))
-    return found + _cores(hosts) + _devices(hosts, environment)
+        findings.append(finding("allocation", "ranks by host", shown, "warn", fix))
+    return findings + _cores(hosts) + _devices(hosts, environment)
 
 
 def _cores(hosts: Mapping[str, Sequence[RankFacts]]) -> list[Finding]:
@@ -102,13 +102,13 @@ def _cores(hosts: Mapping[str, Sequence[RankFacts]]) -> list[Finding]:
     what = f"each rank may use {least} or more"
     on_gpus = any("cuda" in rank.device for of_host in hosts.values() for rank in of_host)
     fix = "srun --cpus-per-task=8: srun doesn't take it from sbatch, and its default is one core a task"
-    found = [finding("allocation", "cores", what, "warn" if on_gpus and least < 4 else "ok", fix)]
+    findings = [finding("allocation", "cores", what, "warn" if on_gpus and least < 4 else "ok", fix)]
     far = [rank.rank for of_host in hosts.values() for rank in of_host if rank.near_cores == 0]
     if far:
         what = f"no core of rank {', '.join(map(str, far))} is at its GPU's socket: each copy and launch crosses to it"
         fix = f"srun {PLACED}; SLURM takes sockets in turn unless told otherwise"
-        found.append(finding("allocation", "cores and GPUs", what, "warn", fix))
-    return found
+        findings.append(finding("allocation", "cores and GPUs", what, "warn", fix))
+    return findings
 
 
 def _devices(hosts: Mapping[str, Sequence[RankFacts]], environment: Mapping[str, str]) -> list[Finding]:
@@ -121,15 +121,15 @@ def _devices(hosts: Mapping[str, Sequence[RankFacts]], environment: Mapping[str,
         return [finding("allocation", "devices", what, "fail", fix)]
     models = sorted({rank.device["device"] for rank in ranks})
     fix = "ask for equal GPUs (srun --constraint): the slowest sets the step"
-    found = [finding("allocation", "devices", ", ".join(models), "ok" if len(models) == 1 else "warn", fix)]
+    findings = [finding("allocation", "devices", ", ".join(models), "ok" if len(models) == 1 else "warn", fix)]
     promised = environment.get("CUDA_VISIBLE_DEVICES", "")
     if promised and not any(rank.gpus for rank in ranks):
         what = f"CUDA_VISIBLE_DEVICES={promised}, and no such device is in /dev: ranks compute on CPUs"
         fix = "install the driver, or ask for a node with GPUs"
-        found.append(finding("allocation", "GPUs", what, "warn", fix))
+        findings.append(finding("allocation", "GPUs", what, "warn", fix))
     hidden = [host for host, of_host in hosts.items() if len(of_host) > 1 and all(rank.gpus == 1 for rank in of_host)]
     if hidden:
         what = f"each rank sees one GPU on {', '.join(hidden)}: NCCL may find no NVLink between them (NVIDIA/nccl#1066)"
         fix = "srun --gpus-per-node=8 --gpu-bind=none in place of --gpus-per-task=1"
-        found.append(finding("allocation", "binding", what, "warn", fix))
-    return found
+        findings.append(finding("allocation", "binding", what, "warn", fix))
+    return findings

@@ -24,7 +24,7 @@ def judge_kernels(
     rows: Sequence[Sequence[KernelRow]], wrong: Mapping[str, str], dtype: str, head_dim: int
 ) -> list[Finding]:
     """Findings on kernels, from each rank's rows. `wrong` has the gate's answer for each kernel that all can use."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     usable = [name for name, why in wrong.items() if not why]
     for row in rows[0]:
         check = f"{row.name} {dtype}"
@@ -32,26 +32,26 @@ def judge_kernels(
             why = wrong[row.name]
             fix = f"choose another kernel, such as kernel={usable[0]}" if usable else "install another version of torch"
             text = f"fails the gate: {why}" if why else "passes the gate against fp64"
-            found.append(finding("kernels", check, text, "fail" if why else "ok", fix))
+            findings.append(finding("kernels", check, text, "fail" if why else "ok", fix))
             continue
         refusals = {each.refusal for of_rank in rows for each in of_rank if each.name == row.name and each.refusal}
         if row.for_other_devices:
             continue
         faster = not any(entry.name in usable for entry in rows[0][: rows[0].index(row)])
         text, fix = f"not usable: {', '.join(sorted(refusals))}", row.install or "the same software on all hosts"
-        found.append(finding("kernels", check, text, "warn" if faster else "ok", fix))
+        findings.append(finding("kernels", check, text, "warn" if faster else "ok", fix))
     auto = next((row.name for row in rows[0] if row.name in wrong), "")
     if not usable:
         fix = "dtype=float32 on CPUs, or bfloat16 and head_dim=128 on GPUs"
-        found.append(finding("kernels", "any", f"none passes for {dtype} and head_dim {head_dim}", "fail", fix))
+        findings.append(finding("kernels", "any", f"none passes for {dtype} and head_dim {head_dim}", "fail", fix))
     else:
-        found.append(finding("kernels", "kernel=auto", f"is {auto}"))
-    return found
+        findings.append(finding("kernels", "kernel=auto", f"is {auto}"))
+    return findings
 
 
 def judge_links(pairs: Sequence[PairRate], ranks: Sequence[RankFacts]) -> list[Finding]:
     """Findings on the links between ranks: the range of each kind, and pairs that are slow."""
-    found = []
+    findings = []
     published = published_bytes_per_s(ranks)
     kinds = {
         "inside hosts": [pair for pair in pairs if ranks[pair.a].host == ranks[pair.b].host],
@@ -74,10 +74,10 @@ def judge_links(pairs: Sequence[PairRate], ranks: Sequence[RankFacts]) -> list[F
             text += f"; {len(slow)} below {SLOW:.0%} of {source} ({wanted / 1e9:.3g} GB/s): {names}"
             what = f"ranks {worst.a} and {worst.b} are on {ranks[worst.a].host} and {ranks[worst.b].host}"
             fix = f"{what}: compare their NICs, PCIe slots and other load, or leave the slow host out"
-            found.append(finding("links", kind, text, "warn", fix))
+            findings.append(finding("links", kind, text, "warn", fix))
         else:
-            found.append(finding("links", kind, text))
-    return found
+            findings.append(finding("links", kind, text))
+    return findings
 
 
 def published_bytes_per_s(ranks: Sequence[RankFacts]) -> dict[str, tuple[float, str]]:
@@ -86,10 +86,10 @@ def published_bytes_per_s(ranks: Sequence[RankFacts]) -> dict[str, tuple[float, 
     if config is None:
         return {}
     source = f"cluster={config['name']}"
-    found = {"inside hosts": (float(config["intra"]["bytes_per_s"]), source)}
+    rates = {"inside hosts": (float(config["intra"]["bytes_per_s"]), source)}
     if config.get("inter"):
-        found["between hosts"] = (float(config["inter"]["bytes_per_s"]), source)
-    return found
+        rates["between hosts"] = (float(config["inter"]["bytes_per_s"]), source)
+    return rates
 
 
 def cluster_like(ranks: Sequence[RankFacts]) -> dict | None:
@@ -108,15 +108,15 @@ def judge_uses(ranks: Sequence[RankFacts], *, launched: bool) -> list[Finding]:
     config = cluster_like(ranks)
     if on_gpus and config is None:
         fix = "python -m sp_bench.calibrate cluster=NAME, of a cluster with similar links"
-        found = [finding("can run", "cluster file", f"none has {ranks[0].device['device']}", "warn", fix)]
+        findings = [finding("can run", "cluster file", f"none has {ranks[0].device['device']}", "warn", fix)]
         cluster = "NAME"
     else:
-        cluster, found = config["name"] if config else "local", []
+        cluster, findings = config["name"] if config else "local", []
     count = f"gpus={n}" if launched else f"gpus=1 to {n}"
     kind = "GPUs" if on_gpus else "CPU ranks"
     command = f"python -m sp_bench gpus={n} cluster={cluster}"
     return [
-        *found,
+        *findings,
         finding("can run", "measured", f"{count} on {kind}: {command}"),
         finding("can run", "alone", "one rank of any number, without its peers: python -m sp_bench mode=alone"
                 + ("" if on_gpus else " device=cpu")),

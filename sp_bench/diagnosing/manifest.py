@@ -64,18 +64,18 @@ class Manifest:
         """The manifest that is there. Raises RequestError if it can't go on with what is wanted."""
         key = f"out={self._folder}"
         try:
-            found = json.loads(self._path.read_text())
+            written = json.loads(self._path.read_text())
         except ValueError:
             raise RequestError(key, f"its {NAME} is not JSON", "another folder would work") from None
-        if not isinstance(found, dict) or found.get("schema_version") != SCHEMA_VERSION:
+        if not isinstance(written, dict) or written.get("schema_version") != SCHEMA_VERSION:
             raise RequestError(key, f"its {NAME} is of another version", "another folder would work")
-        if found["options"] != wanted["options"]:
-            was = " ".join(f"{name}={value}" for name, value in found["options"].items())
+        if written["options"] != wanted["options"]:
+            was = " ".join(f"{name}={value}" for name, value in written["options"].items())
             raise RequestError(key, f"belongs to {was}", "these keys, or another folder, would work")
-        if found["code_version"] != wanted["code_version"]:
-            rule = f"belongs to version {found['code_version']} of the code, and this is {wanted['code_version']}"
+        if written["code_version"] != wanted["code_version"]:
+            rule = f"belongs to version {written['code_version']} of the code, and this is {wanted['code_version']}"
             raise RequestError(key, rule, "another folder would work")
-        return found
+        return written
 
     def _write(self) -> None:
         records.write_whole(self._path, json.dumps(self._content, indent=1) + "\n")

@@ -54,7 +54,7 @@ def judge_nccl(logs: Sequence[NcclLog], hosts: Sequence[str]) -> list[Finding]:
     versions = sorted({log.version for log in logs if log.version})
     shown = ", ".join(".".join(map(str, version)) for version in versions) or "unknown"
     old = bool(versions) and versions[0] < ORDERED_FROM
-    found = [
+    findings = [
         finding("NCCL", "version", shown, "fail" if len(versions) > 1 else "warn" if old else "ok",
                 "the same NCCL on all hosts" if len(versions) > 1 else
                 "NCCL 2.26 or later, which keeps several communicators in launch order; torch 2.8 brings one"),
@@ -65,9 +65,9 @@ def judge_nccl(logs: Sequence[NcclLog], hosts: Sequence[str]) -> list[Finding]:
         fix = (
             "load the network's plugin (IB, or libnccl-net.so of your provider), and unset NCCL_IB_DISABLE and NCCL_NET"
         )
-        found.append(finding("NCCL", "between hosts", "TCP sockets, not RDMA", "warn", fix))
+        findings.append(finding("NCCL", "between hosts", "TCP sockets, not RDMA", "warn", fix))
     coll, nvls, p2p, per_peer = (min(x) for x in zip(*(c for log in logs for c in log.channels), strict=True))
-    found.append(
+    findings.append(
         finding("NCCL", "channels", f"{coll} collective, {nvls} NVLS, {p2p} p2p, {per_peer} p2p to each peer",
                 "warn" if several and per_peer < 16 else "ok",
                 "nccl={NCHANNELS_PER_NET_PEER: 16}: the channels to NICs limit those between GPUs of a host as well")
@@ -78,21 +78,21 @@ def judge_nccl(logs: Sequence[NcclLog], hosts: Sequence[str]) -> list[Finding]:
     if inside:
         slow = [how for how in inside if not how.startswith(FAST_INSIDE)]
         fix = "check nvidia-smi topo -m, ACS and IOMMU settings, NCCL_P2P_* and NCCL_SHM_*, and that ranks see all GPUs"
-        found.append(finding("NCCL", "inside hosts", _listed(inside), "warn" if slow else "ok", fix))
+        findings.append(finding("NCCL", "inside hosts", _listed(inside), "warn" if slow else "ok", fix))
     if across:
         slow = [how for how in across if "/IB" in how and "GDRDMA" not in how]
         fix = "load nvidia-peermem, or use a driver and kernel with DMA-BUF, so that NICs read the GPUs' memory"
-        found.append(finding("NCCL", "across hosts", _listed(across), "warn" if slow else "ok", fix))
-    return found
+        findings.append(finding("NCCL", "across hosts", _listed(across), "warn" if slow else "ok", fix))
+    return findings
 
 
 def _by_transport(routes: Counter[tuple[int, int, str]], hosts: Sequence[str], *, same: bool) -> Counter[str]:
     """Channels by transport, of routes inside hosts or across them."""
-    found: Counter[str] = Counter()
+    channels: Counter[str] = Counter()
     for (a, b, how), number in routes.items():
         if max(a, b) < len(hosts) and (hosts[a] == hosts[b]) == same:
-            found[re.sub(r"/\d+", "", how)] += number
-    return found
+            channels[re.sub(r"/\d+", "", how)] += number
+    return channels
 
 
 def _listed(by_transport: Counter[str]) -> str:

@@ -70,23 +70,23 @@ def judge_gpus(host: str, idle: Sequence[Gpu], busy: Sequence[Gpu]) -> list[Find
         return []
     models = ", ".join(sorted({gpu["name"] for gpu in idle}))
     alike = len({(gpu["name"], gpu["memory.total"]) for gpu in idle}) == 1
-    found = [
+    findings = [
         finding("GPUs", f"{host}: GPUs", f"{len(idle)} x {models}, driver {idle[0]['driver_version']}",
                 "ok" if alike else "warn", "choose equal ones by CUDA_VISIBLE_DEVICES: the slowest sets the step"),
     ]  # fmt: skip
     for check, wrong, fix in _IDLE_RULES:
-        found += _rule(host, idle, check, wrong, fix, "warn" if check != "MIG" else "fail")
+        findings += _rule(host, idle, check, wrong, fix, "warn" if check != "MIG" else "fail")
     if busy:
         sm = [value for gpu in busy if (value := number(gpu, "clocks.sm")) is not None]
         power = [value for gpu in busy if (value := number(gpu, "power.draw")) is not None]
         parts = [f"SM clock {min(sm):.0f} to {max(sm):.0f} MHz"] if sm else []
         parts += [f"{min(power):.0f} to {max(power):.0f} W"] if power else []
-        found.append(
+        findings.append(
             finding("GPUs", f"{host}: under load", ", ".join(parts) or "neither clocks nor power are reported")
         )
         for check, wrong, fix in _BUSY_RULES:
-            found += _rule(host, busy, check, wrong, fix, "warn")
-    return found
+            findings += _rule(host, busy, check, wrong, fix, "warn")
+    return findings
 
 
 def _rule(

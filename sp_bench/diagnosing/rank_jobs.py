@@ -98,14 +98,14 @@ def message_each_way(used: Used) -> str:
     if used.collective and isinstance(group, Group) and transport.kind.adds:
         into = torch.empty(group.size, 4, device=device)
         transport.collective(turn, Call("all_gather", group, [into], [mine]))
-        found, wanted = into[:, 0].tolist(), [float(member) for member in members_of(group, rank)]
+        got, wanted = into[:, 0].tolist(), [float(member) for member in members_of(group, rank)]
     else:
         peers = [peer for peer in (int(group.member(rank, shift)) for shift in (1, -1)) if peer != rank]
         into = torch.empty(len(peers), 4, device=device)
         receives = [(peer, [into[i]]) for i, peer in enumerate(reversed(peers))]
         transport.exchange(turn, receives, [(peer, [mine]) for peer in peers], [("groups", "q", "q")])
-        found, wanted = into[:, 0].tolist(), [float(peer) for peer in reversed(peers)]
-    return "" if found == wanted else f"rank {rank} got {found} from ranks {wanted}"
+        got, wanted = into[:, 0].tolist(), [float(peer) for peer in reversed(peers)]
+    return "" if got == wanted else f"rank {rank} got {got} from ranks {wanted}"
 
 
 def kernels_here(dtype: str, head_dim: int) -> list[KernelRow]:
@@ -141,12 +141,12 @@ def under_load(seconds: float = LOAD_S) -> tuple[str, list[dict[str, str]]] | No
     dist.barrier()
     thread.start()
     done.wait(seconds / 2)  # clocks take a while to rise
-    found = (host.host, gpus_state()) if host else None
+    state = (host.host, gpus_state()) if host else None
     done.wait(seconds / 2)
     dist.barrier()
     done.set()
     thread.join()
-    return found
+    return state
 
 
 def _multiply(device: torch.device, done: threading.Event) -> None:

@@ -107,11 +107,11 @@ def cores_near(pci_address: str, root: Path = Path("/sys/bus/pci/devices")) -> s
 
 def rdma_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[Port, ...]:
     """The ports of this host's RDMA network cards."""
-    found = []
+    ports = []
     for port in sorted(root.glob("*/ports/*")):
         state = _text(port / "state").rpartition(":")[2].strip()
-        found.append(Port(name=f"{port.parts[-3]}:{port.name}", state=state, rate=_text(port / "rate")))
-    return tuple(found)
+        ports.append(Port(name=f"{port.parts[-3]}:{port.name}", state=state, rate=_text(port / "rate")))
+    return tuple(ports)
 
 
 def _text(path: Path) -> str:

@@ -62,18 +62,18 @@ def judge_settings(ranks: Sequence[RankFacts]) -> list[Finding]:
     names = sorted({name for rank in ranks for name in rank.environment if name.startswith(SHOWN)})
     first = ranks[0].environment
     text = ", ".join(f"{name}={first[name]}" for name in names if name in first)
-    found = [finding("settings", "environment", text or "no variable of NCCL, torch or CUDA is set")]
+    findings = [finding("settings", "environment", text or "no variable of NCCL, torch or CUDA is set")]
     for name in names:
         values = {rank.environment.get(name) for rank in ranks}
         if len(values) > 1 and name not in OF_ONE_RANK:
             shown = ", ".join(str(value) for value in sorted(values, key=str))
             fix = "export it in the batch script, before srun"
-            found.append(finding("settings", name, f"differs between ranks: {shown}", "fail", fix))
+            findings.append(finding("settings", name, f"differs between ranks: {shown}", "fail", fix))
     for rule in RULES:
         given = [rank for rank in ranks if rule.variable in rank.environment]
         hurt = [rank for rank in given if rule.hurts(rank.environment[rule.variable])]
         if hurt:
             where = on_hosts(sorted({rank.host for rank in hurt}), len(hosts))
             what = f"{hurt[0].environment[rule.variable]}: {rule.why}{where}"
-            found.append(finding("settings", rule.variable, what, rule.status, rule.fix or f"unset {rule.variable}"))
-    return found
+            findings.append(finding("settings", rule.variable, what, rule.status, rule.fix or f"unset {rule.variable}"))
+    return findings

@@ -24,30 +24,30 @@ TORCH, _RUN = "torch", "extra run"
 
 def judge_software(gpus: int) -> list[Finding]:
     """Findings on Python, this package, its extras and torch, on a host with so many GPUs."""
-    found = [finding("software", "sp_bench", f"code {code_version()}, Python {platform.python_version()}")]
+    findings = [finding("software", "sp_bench", f"code {code_version()}, Python {platform.python_version()}")]
     try:
         extras = {extra: list(_lacking(extra)) for extra in USES}
     except metadata.PackageNotFoundError:
         fix = "pip install -e . in the checkout"
-        return [*found, finding("software", "extras", f"{PROJECT} is not installed", "warn", fix)]
+        return [*findings, finding("software", "extras", f"{PROJECT} is not installed", "warn", fix)]
     for extra, lacking in extras.items():
         if not lacking:
-            found.append(finding("software", f"extra {extra}", f"installed, for {USES[extra]}"))
+            findings.append(finding("software", f"extra {extra}", f"installed, for {USES[extra]}"))
         elif extra == "run":
             fix = f'pip install "{PROJECT}[run]"'
             what = f"{', '.join(lacking)}: points can be simulated only"
-            found.append(finding("software", f"extra {extra}", what, "fail" if gpus else "warn", fix))
+            findings.append(finding("software", f"extra {extra}", what, "fail" if gpus else "warn", fix))
         else:
-            found.append(finding("software", f"extra {extra}", f"not installed ({', '.join(lacking)})"))
+            findings.append(finding("software", f"extra {extra}", f"not installed ({', '.join(lacking)})"))
     if TORCH not in " ".join(extras["run"]) and gpus:
         has, fix = torch_has_cuda(), "pip install torch from the index of your CUDA version (pytorch.org)"
         what = "built for CUDA" if has else f"built without CUDA, and this host has {gpus} GPUs"
-        found.append(finding("software", TORCH, what, "ok" if has else "fail", fix))
+        findings.append(finding("software", TORCH, what, "ok" if has else "fail", fix))
     commands = [name for name in ("srun", "sbatch") if shutil.which(name)]
-    found.append(
+    findings.append(
         finding("software", "SLURM commands", f"{' and '.join(commands)} are here" if commands else "not here")
     )
-    return found
+    return findings
 
 
 def measures(found: Sequence[Finding]) -> bool:

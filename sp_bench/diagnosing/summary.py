@@ -22,17 +22,17 @@ def report(folder: Path, steps: Mapping[str, Mapping[str, Any]]) -> str:
     simulated = {_point(record): record for record in _records(folder / "simulated")}
     for name, title, table in (
         ("exactness", "Errors against fp64", _exactness),
-        ("headline", "Measured", lambda found: _measured(found, simulated)),
+        ("headline", "Measured", lambda of_part: _measured(of_part, simulated)),
         ("alone", "One rank alone, without its peers", _alone),
     ):
-        if found := _records(folder / name):
-            parts += [f"## {title}", table(found)]
+        if of_part := _records(folder / name):
+            parts += [f"## {title}", table(of_part)]
     return "\n\n".join(parts) + "\n"
 
 
 def _records(folder: Path) -> list[Record]:
-    found = records.read_all(folder) if folder.is_dir() else []
-    return sorted(found, key=lambda record: (record.gpus, record.seqlen, record.mask, record.method))
+    in_folder = records.read_all(folder) if folder.is_dir() else []
+    return sorted(in_folder, key=lambda record: (record.gpus, record.seqlen, record.mask, record.method))
 
 
 def _point(record: Record) -> tuple:

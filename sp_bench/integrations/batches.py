@@ -94,10 +94,10 @@ def _lengths(positions_S: Tensor) -> tuple[int, ...]:
 
 def shifted(labels: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """The label of each token is the next one's, but for the last of a document: (B, seqlen)."""
-    found = torch.full_like(labels, IGNORED)
-    found[:, :-1] = labels[:, 1:]
-    found[:, torch.tensor(lengths, device=labels.device).cumsum(0) - 1] = IGNORED
-    return found
+    shifted_labels = torch.full_like(labels, IGNORED)
+    shifted_labels[:, :-1] = labels[:, 1:]
+    shifted_labels[:, torch.tensor(lengths, device=labels.device).cumsum(0) - 1] = IGNORED
+    return shifted_labels
 
 
 def in_words(input_ids: Tensor, labels: Tensor | None, lengths: tuple[tuple[int, ...], ...]) -> str:

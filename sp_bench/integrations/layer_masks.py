@@ -160,5 +160,5 @@ def _is(function: Callable, sees: Sees) -> bool:
         wanted &= apart >= -sees.left
     if sees.right is not None:
         wanted &= apart <= sees.right
-    found = function(0, 0, torch.tensor(query), query + apart)
-    return bool((found == wanted).all())
+    answers = function(0, 0, torch.tensor(query), query + apart)
+    return bool((answers == wanted).all())

@@ -95,10 +95,10 @@ def _layers(model: Any) -> list[tuple[str, nn.Module, str]]:
 
     parts = {path: part.config for path, part in model.named_modules() if isinstance(part, PreTrainedModel)}
     text = model.config.get_text_config()
-    found: list[tuple[str, nn.Module, str]] = []
+    repeated: list[tuple[str, nn.Module, str]] = []
     others: list[tuple[str, nn.Module, str]] = []
     for path, modules in model.named_modules():
-        inside = any(path.startswith(layer + ".") for layer, *_ in found)
+        inside = any(path.startswith(layer + ".") for layer, *_ in repeated)
         if not isinstance(modules, nn.ModuleList) or inside:
             continue
         config = parts[max((p for p in parts if not p or path.startswith(p + ".")), key=len)]
@@ -108,10 +108,10 @@ def _layers(model: Any) -> list[tuple[str, nn.Module, str]]:
         named = types if len(types) == len(modules) else [""] * len(modules)
         layers = [(f"{path}.{i}", layer, named[i]) for i, layer in enumerate(modules)]
         if any(isinstance(layer, GradientCheckpointingLayer) for layer in modules):
-            found += layers
+            repeated += layers
         elif len(modules) == getattr(text, "num_hidden_layers", None):
             others += [each for each in layers if not type(each[1]).__module__.startswith("torch.")]
-    return found or others
+    return repeated or others
 
 
 def _refuse_layer(name: str, path: str, layer: nn.Module, kind: str) -> None:

@@ -90,15 +90,15 @@ def _mixes(part: nn.Module, args: tuple, given: dict[str, Any]) -> bool | None:
             results = [_tensors(part.forward(*_cut(args, tokens, run), **_cut(given, tokens, run))) for run in runs]
     except Exception:  # it takes something else
         return None
-    found = []
+    mixing = []
     for whole, *halves in zip(*results, strict=False):
         if not bool(whole.isfinite().all()):
             return None
         dim = _dim(whole, 2 * half)
         if dim is not None and all(_dim(x, half) == dim for x in halves):
             apart = (whole - torch.cat(halves, dim)).abs().max()
-            found.append(bool(apart > torch.finfo(whole.dtype).eps ** 0.5 * whole.abs().max()))
-    return any(found) if found else None
+            mixing.append(bool(apart > torch.finfo(whole.dtype).eps ** 0.5 * whole.abs().max()))
+    return any(mixing) if mixing else None
 
 
 def _states(arguments: tuple) -> Tensor | None:
@@ -129,8 +129,8 @@ def _cut(x: Any, tokens: int, run: range) -> Any:
 
 def _tensors(out: Any) -> list[Tensor]:
     """The tensors of numbers that a module returns."""
-    found = out if isinstance(out, tuple | list) else (out,)
-    return [x for x in found if isinstance(x, Tensor) and x.is_floating_point()]
+    parts = out if isinstance(out, tuple | list) else (out,)
+    return [x for x in parts if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 @contextmanager

@@ -74,13 +74,13 @@ class Parallel:
         all ranks if positions are not those of packed documents, if there are too few tokens, or if ranks have
         different batches.
         """
-        found: Batch | None = None
+        batch: Batch | None = None
         try:
             labels = input_ids if labels is None else labels
             rows = documents(position_ids) if position_ids is not None else ((input_ids.shape[1],),)
             _refuse_shapes(input_ids, labels, position_ids)
-            found = self._batch(rows)
-            found.attention.positions(found.seqlen)  # refuses too few tokens
+            batch = self._batch(rows)
+            batch.attention.positions(batch.seqlen)  # refuses too few tokens
             mine: str | RequestError = in_words(input_ids, labels, rows)
         except RequestError as error:
             mine = error
@@ -88,24 +88,24 @@ class Parallel:
             self._agreement.make(mine, RULE, "the same on all ranks (no sampler that splits data) would work")
         if isinstance(mine, RequestError):
             raise mine
-        assert found is not None
+        assert batch is not None
         assert labels is not None
-        if found.rows:
+        if batch.rows:
             input_ids, labels = input_ids.reshape(1, -1), labels.reshape(1, -1)
-        whole = shifted(labels, found.lengths)
-        found.count = int((whole != IGNORED).sum())
-        found.labels = found.shard(whole)
-        positions = torch.cat([torch.arange(length, device=input_ids.device) for length in found.lengths])[None]
-        ids = found.shard(input_ids)
-        self._note(Batch(found.lengths, found.rows, found.attention))
+        whole = shifted(labels, batch.lengths)
+        batch.count = int((whole != IGNORED).sum())
+        batch.labels = batch.shard(whole)
+        positions = torch.cat([torch.arange(length, device=input_ids.device) for length in batch.lengths])[None]
+        ids = batch.shard(input_ids)
+        self._note(Batch(batch.lengths, batch.rows, batch.attention))
         return {
             "input_ids": ids,
-            "position_ids": found.shard(positions).expand_as(ids),
+            "position_ids": batch.shard(positions).expand_as(ids),
             "use_cache": False,
-            "labels": found.labels,
-            "shift_labels": found.labels,
-            "num_items_in_batch": found.count,
-            NAME: found,
+            "labels": batch.labels,
+            "shift_labels": batch.labels,
+            "num_items_in_batch": batch.count,
+            NAME: batch,
         }
 
     def _batch(self, rows: tuple[tuple[int, ...], ...]) -> Batch:
@@ -241,10 +241,10 @@ def _sees(module: torch.nn.Module, attention_mask: Tensor | Sees | None, given: 
 
 def _sinks(given: dict[str, Any]) -> Tensor | None:
     """The learned scores that a layer's softmax has besides those of keys, by the names that models give them: (H,)."""
-    found = [x for name in ("s_aux", "sinks") if (x := given.get(name)) is not None]
-    if len(found) > 1:
+    scores = [x for name in ("s_aux", "sinks") if (x := given.get(name)) is not None]
+    if len(scores) > 1:
         raise RequestError("s_aux and sinks", "are two names of one thing", "one of them would work")
-    return found[0] if found else None
+    return scores[0] if scores else None
 
 
 def _refuse(query: Tensor, key: Tensor, dropout: float, given: dict[str, Any]) -> None:

@@ -75,10 +75,10 @@ def choose_for_caches(
         chosen = _named(name, refusal)
     else:
         order = sorted(caches_order(device), key=lambda kernel: page is not None and not kernel.takes_pages(page))
-        found = next((kernel for kernel in order if not refusal(kernel)), None)
-        if found is None:
+        kind = next((kernel for kernel in order if not refusal(kernel)), None)
+        if kind is None:
             raise _none_takes(dtype, device)
-        chosen = found()
+        chosen = kind()
     chosen.decodes = True
     if page is not None and not chosen.takes_pages(page):
         chosen.notes = (f"{chosen.name} reads no pages of {page} tokens: keys are copied by an index before it",)

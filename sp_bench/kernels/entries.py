@@ -75,12 +75,12 @@ class Entries:
             for entry, (length, places) in enumerate(zip(self.lengths, self.places, strict=True))
             for number, place in enumerate(places)
         )
-        found = []
+        all_runs = []
         for (count, _), run in groupby(enumerate(reads), lambda read: (read[1][0], read[1][1] - read[0])):
             of_run = [read for _, read in run]
             readers = torch.tensor([entry for _, _, entry in of_run], device=self.device)
-            found.append((range(of_run[0][1], of_run[-1][1] + 1), count, readers))
-        return found
+            all_runs.append((range(of_run[0][1], of_run[-1][1] + 1), count, readers))
+        return all_runs
 
 
 def merged(out: Tensor, lse: Tensor, entry: Tensor, entries: int) -> tuple[Tensor, Tensor]:

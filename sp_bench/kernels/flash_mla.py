@@ -73,6 +73,6 @@ class FlashMla(StepKernel):
         pool = padded.reshape(batch * pages, PAGE, *k.shape[2:])
         places = tuple(range(i * pages, (i + 1) * pages) for i in range(batch))
         entries = Entries((keys,) * batch, places, PAGE, q.device)
-        found = self.forward_pages(q, pool, pool[..., : v.shape[3]], entries)
+        results = self.forward_pages(q, pool, pool[..., : v.shape[3]], entries)
         self._planned.clear()  # such entries are of one call
-        return found
+        return results

@@ -145,22 +145,22 @@ def triton_fails(device: torch.device) -> str:
     from sp_bench.kernels.fold_triton import fold_fused_, folds_fused_, merge_fused_, sums_fused_
 
     part = torch.ones(1, 3, 1, 16, device=device, dtype=torch.bfloat16), torch.ones(1, 1, 3, device=device)
-    found = torch.zeros(1, 3, 1, 16, device=device), torch.ones(1, 1, 3, device=device)
-    others, wanted, wanted_others = ((found[0].clone(), found[1].clone()) for _ in range(3))
-    sums = torch.zeros_like(found[0]), torch.zeros_like(found[0])
-    merged = torch.zeros_like(found[0]), torch.zeros_like(found[1])
+    operands = torch.zeros(1, 3, 1, 16, device=device), torch.ones(1, 1, 3, device=device)
+    others, wanted, wanted_others = ((operands[0].clone(), operands[1].clone()) for _ in range(3))
+    sums = torch.zeros_like(operands[0]), torch.zeros_like(operands[0])
+    merged = torch.zeros_like(operands[0]), torch.zeros_like(operands[1])
     why = "its result is wrong"
     try:
         for _ in range(2):
-            fold_fused_(*found, *part)
-            folds_fused_((found, others), (part, part))
+            fold_fused_(*operands, *part)
+            folds_fused_((operands, others), (part, part))
             for _ in range(2):
                 fold_unfused_(*wanted, *part)
             fold_unfused_(*wanted_others, *part)
             sums_fused_(sums, (part[0], part[0]), adds=True)
             merge_fused_(merged, (torch.stack([part[0]] * 3), torch.stack([part[1]] * 3)), 1)
         wanted += (*wanted_others, 2 * part[0].float(), 2 * part[0].float(), part[0].float(), part[1] + math.log(2))
-        if all(map(torch.allclose, (*found, *others, *sums, *merged), wanted)):
+        if all(map(torch.allclose, (*operands, *others, *sums, *merged), wanted)):
             return ""
     except Exception as error:
         why = f"{type(error).__name__}: {error}"

@@ -85,5 +85,5 @@ def calls(
         small = max(len(region.q), len(region.kv)) <= SMALL
         return region.kind if varlen else (region.kind, len(region.q), len(region.kv)) if small else region
 
-    found = stacks(regions, alike, shared=shared and varlen)
-    return [Pieces(tuple(stack), device) if len(stack) > 1 else stack[0] for stack in found]
+    stacked = stacks(regions, alike, shared=shared and varlen)
+    return [Pieces(tuple(stack), device) if len(stack) > 1 else stack[0] for stack in stacked]

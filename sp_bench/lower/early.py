@@ -60,7 +60,7 @@ def preposted_receives(plan: Plan, schedule: Schedule, staging: StagingBuffers) 
     If the answer depends on the speed of blocks, the receive counts as posted after the transfer before.
     """
     previous, buffers = previous_on_lane(plan), schedule.receive_buffers
-    used, found = dict[int, set[object]](), dict[int, PrepostedReceive]()
+    used, preposted = dict[int, set[object]](), dict[int, PrepostedReceive]()
     held: dict[Chunk, set[object]] = {}
     """The buffers that hold each chunk."""
     for index, op in plan:
@@ -76,15 +76,17 @@ def preposted_receives(plan: Plan, schedule: Schedule, staging: StagingBuffers) 
             if index in buffers or isinstance(op, AllToAll):
                 before = previous.get(index, -1)
                 beside = (
-                    before in found and not used[before] & received_in and _sources(op) == _sources(plan.ops[before])
+                    before in preposted
+                    and not used[before] & received_in
+                    and _sources(op) == _sources(plan.ops[before])
                 )
                 free = schedule.buffer_free[index]
                 looks = (schedule.buffer_free[before], schedule.waits[before]) if beside else ()
                 known = next((waits for waits in looks if _covers(waits, free)), None)
                 after = previous.get(index) if known is None else previous.get(before)
-                found[index] = PrepostedReceive(beside, after, free if known is None else known)
+                preposted[index] = PrepostedReceive(beside, after, free if known is None else known)
             held[op.recv] = into
-    return found
+    return preposted
 
 
 def by_messages(op: Transfer) -> bool:

@@ -31,14 +31,14 @@ def side_by_side_rows(plan: Plan, transport: TransportKind) -> tuple[tuple[Recei
 
 def read_in_place(plan: Plan, transport: TransportKind) -> frozenset[tuple[int, bool]]:
     """(operation, whether its keys) of fused blocks whose chunks on that side lie end to end in their buffers."""
-    slots, found = Slots(plan), set[tuple[int, bool]]()
+    slots, in_place = Slots(plan), set[tuple[int, bool]]()
     shared = {buffer for row in side_by_side_rows(plan, transport) for buffer in row}
     for index, op in plan if shared else ():
         if isinstance(op, Fused):
-            found |= {
+            in_place |= {
                 (index, keys) for keys in (False, True) if _in_line(slots, index, op.keys if keys else op.queries)
             }
-    return frozenset(found)
+    return frozenset(in_place)
 
 
 def _in_line(slots: Slots, index: int, chunks: tuple[Chunk, ...]) -> bool:

@@ -93,8 +93,8 @@ def lower(plan: Plan, problem: Problem, transport: TransportKind = NCCL) -> Lowe
     Transports differ in `preposted`, `pipelined`, `rows`, `in_place`, and the staging buffers of reduce-scatters
     and of results.
     """
-    found = _CACHE.setdefault(plan, {})
-    if (problem, transport) not in found:
+    lowerings = _CACHE.setdefault(plan, {})
+    if (problem, transport) not in lowerings:
         order, unsummed = schedule(plan), unsummed_partials(plan, problem)
         staging = staging_buffers(plan, problem, unsummed, transport)
         lowering = Lowering(
@@ -113,15 +113,15 @@ def lower(plan: Plan, problem: Problem, transport: TransportKind = NCCL) -> Lowe
             rows_received=_rows_received(plan, problem, order),
             in_place=read_in_place(plan, transport),
         )
-        keep(found, (problem, transport), lowering)
-    return found[problem, transport]
+        keep(lowerings, (problem, transport), lowering)
+    return lowerings[problem, transport]
 
 
 def _rows_received(plan: Plan, problem: Problem, order: Schedule) -> dict[ReceiveBuffer, tuple[TensorSpec, ...]]:
     """The tensors of each buffer for rows: as many rows as the transfer with most of those that share it."""
-    found: dict[ReceiveBuffer, tuple[TensorSpec, ...]] = {}
+    by_buffer: dict[ReceiveBuffer, tuple[TensorSpec, ...]] = {}
     for index, op in plan:
         if isinstance(op, RowCollective):
             buffer = order.receive_buffers[index]
-            found[buffer] = max(found.get(buffer, ()), rows_specs(problem, op, sent=False))
-    return found
+            by_buffer[buffer] = max(by_buffer.get(buffer, ()), rows_specs(problem, op, sent=False))
+    return by_buffer

@@ -89,13 +89,13 @@ def read_together(plan: Plan, unsummed: Container[Chunk]) -> frozenset[Chunk]:
         for chunk in op.reads:
             readers.setdefault(chunk, []).append(index)
     reductions = {index for index, op in plan if isinstance(op, ReduceScatter)}
-    found, kept = set[Chunk](), {*plan.ends_with}
+    together, kept = set[Chunk](), {*plan.ends_with}
     for op in plan.ops:
         of_keys = {chunk for chunk in op.writes if chunk.tensor.of_keys} if isinstance(op, Fused) else set[Chunk]()
         last = {tuple(readers.get(chunk, ())) for chunk in of_keys}
         if len(last) == 1 and len(*last) == 1 and reductions.issuperset(*last):
-            found |= of_keys if all(chunk in unsummed and chunk not in kept for chunk in of_keys) else set()
-    return frozenset(found)
+            together |= of_keys if all(chunk in unsummed and chunk not in kept for chunk in of_keys) else set()
+    return frozenset(together)
 
 
 def sliced_in_place(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> frozenset[Chunk]:
@@ -121,7 +121,7 @@ def staging_buffers(
     plan: Plan, problem: Problem, unsummed: Container[Chunk], transport: TransportKind
 ) -> StagingBuffers:
     """The staging buffers that a plan needs on a transport, given its `unsummed` partials."""
-    found = dict[StagingUse, tuple[TensorSpec, ...]]()
+    buffers = dict[StagingUse, tuple[TensorSpec, ...]]()
     # A plan has thousands of operations, of few kinds.
     sent_as = cache(lambda tensor: chunk_specs(problem, tensor, wire=True))
     needs_cast = cache(lambda tensor, summed: problem.needs_cast(tensor, summed=summed))
@@ -135,29 +135,29 @@ def staging_buffers(
                 for field in by_heads(op)
             )
             by_tokens, other = ("send", "recv") if op.to_heads else ("recv", "send")
-            found[StagingUse(op.lane, op.send.tensor, by_tokens)] = pieces
+            buffers[StagingUse(op.lane, op.send.tensor, by_tokens)] = pieces
             if not goes_in_place(op, problem, unsummed):
-                found[StagingUse(op.lane, op.send.tensor, other)] = pieces
+                buffers[StagingUse(op.lane, op.send.tensor, other)] = pieces
         elif isinstance(op, TreeReduce):
             most = max((each.owners for each in op.rounds), default=0)
             of_round = side_by_side(chunk_specs(problem, op.tensor, wire=True), most)
-            found |= {StagingUse(op.lane, op.tensor, use): of_round for use in ("send", "recv")}
+            buffers |= {StagingUse(op.lane, op.tensor, use): of_round for use in ("send", "recv")}
             summed = held_specs(problem, op.own, ())
-            found[StagingUse(op.lane, op.tensor, "sum")] = side_by_side(summed, op.group.size)
+            buffers[StagingUse(op.lane, op.tensor, "sum")] = side_by_side(summed, op.group.size)
         elif isinstance(op, ReduceScatter):
             of_all = side_by_side(chunk_specs(problem, op.tensor, wire=True), op.group.size)
-            found[StagingUse(op.lane, op.tensor, "send")] = of_all
+            buffers[StagingUse(op.lane, op.tensor, "send")] = of_all
             if not adds_up_on_the_way(op, problem, transport):
-                found[StagingUse(op.lane, op.tensor, "recv")] = of_all
+                buffers[StagingUse(op.lane, op.tensor, "recv")] = of_all
         elif isinstance(op, RowCollective):
             use = StagingUse(op.lane, op.tensor, "send")
-            found[use] = max(found.get(use, ()), rows_specs(problem, op, sent=True))
+            buffers[use] = max(buffers.get(use, ()), rows_specs(problem, op, sent=True))
         elif isinstance(op, Pass):
             if op.against or needs_cast(op.tensor, op.send not in unsummed):
-                found[StagingUse(op.lane, op.tensor, "pass")] = sent_as(op.tensor)
+                buffers[StagingUse(op.lane, op.tensor, "pass")] = sent_as(op.tensor)
             if transport.lands and op.recv in plan.ends_with:
-                found[StagingUse(op.lane, op.recv.tensor, "land")] = held_specs(problem, op.recv, unsummed)
-    return found
+                buffers[StagingUse(op.lane, op.recv.tensor, "land")] = held_specs(problem, op.recv, unsummed)
+    return buffers
 
 
 def chunk_specs(problem: Problem, tensor: Tensor, *, wire: bool) -> tuple[TensorSpec, ...]:

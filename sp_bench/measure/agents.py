@@ -187,7 +187,7 @@ class LaunchedRanks(RankPool):
             raise RankFailure(rank, f"died: {reason or 'with its process, or its host'}") from None
 
     def _dumps(self, ranks: list[int]) -> dict[int, ThreadDump]:
-        return {rank: found or NO_DUMP for rank, found in self._agents.ask(ranks, "dump").items()}
+        return {rank: dump or NO_DUMP for rank, dump in self._agents.ask(ranks, "dump").items()}
 
 
 def run_agent(launch: Launch) -> int:

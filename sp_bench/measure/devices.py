@@ -152,9 +152,9 @@ def _gpu_versions() -> dict[str, str]:
     from torch.cuda import nccl
 
     drivers = {line.rpartition(", ")[2] for line in gpus_and_driver()}
-    found = {"driver": ", ".join(sorted(drivers)), "cuda": torch.version.cuda or ""}
-    found["cudnn"] = str(torch.backends.cudnn.version() or "")
+    versions = {"driver": ", ".join(sorted(drivers)), "cuda": torch.version.cuda or ""}
+    versions["cudnn"] = str(torch.backends.cudnn.version() or "")
     if torch.distributed.is_nccl_available():
-        found["nccl"] = ".".join(map(str, nccl.version()))
+        versions["nccl"] = ".".join(map(str, nccl.version()))
     packages = {name: version(name) for name in ("torch", *gpu_packages())}
-    return found | {name: number for name, number in packages.items() if number}
+    return versions | {name: number for name, number in packages.items() if number}

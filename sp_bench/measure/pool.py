@@ -210,22 +210,22 @@ class RankPool:
     def _blame_hang(self, pending: list[int], last: str) -> RankHang:
         """Dump every silent rank. One that waits for a transfer is a victim, any other the cause."""
         dumps = self._dumps(pending)
-        frozen = [rank for rank, found in dumps.items() if not found.stack]
-        busy = [rank for rank, found in dumps.items() if found.stack and not found.waits_for_others]
+        frozen = [rank for rank, dump in dumps.items() if not dump.stack]
+        busy = [rank for rank, dump in dumps.items() if dump.stack and not dump.waits_for_others]
         silent = f"no rank has answered for {self.timeout_s:g} s; {last}"
         if frozen:
             return RankHang(frozen[0], f"hangs: its process is stopped or does not react ({silent})", dumps)
         if busy:
-            found, why = dumps[busy[0]], f"hangs ({silent}) in {dumps[busy[0]].stack[0]}"
-            if (found.core_share or 0) > BUSY:
-                why += f". It computes, on {found.core_share:.2f} cores, so it may be slow and not hung: "
+            dump, why = dumps[busy[0]], f"hangs ({silent}) in {dumps[busy[0]].stack[0]}"
+            if (dump.core_share or 0) > BUSY:
+                why += f". It computes, on {dump.core_share:.2f} cores, so it may be slow and not hung: "
                 why += f"a shorter seqlen, or timeout_s={10 * self.timeout_s:g}, tells"
             return RankHang(busy[0], why, dumps)
         return RankHang(None, f"{silent}; all of ranks {pending} wait for each other", dumps)
 
     def _dumps(self, ranks: list[int]) -> dict[int, ThreadDump]:
-        found = dump([(self.pids[rank], Path(self._folder.name, str(rank))) for rank in ranks])
-        return dict(zip(ranks, found, strict=True))
+        dumps = dump([(self.pids[rank], Path(self._folder.name, str(rank))) for rank in ranks])
+        return dict(zip(ranks, dumps, strict=True))
 
 
 _report: Callable[[str, Any], None] = lambda kind, value: None  # noqa: E731

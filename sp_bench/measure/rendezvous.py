@@ -111,7 +111,7 @@ def _token(name: str, side: str) -> bytes:
 
 def _received(peer: socket.socket) -> bytes:
     """As many bytes as a token has; fewer if the connection ends."""
-    size, found = hashlib.sha256().digest_size, b""
-    while len(found) < size and (part := peer.recv(size - len(found))):
-        found += part
-    return found
+    size, received = hashlib.sha256().digest_size, b""
+    while len(received) < size and (part := peer.recv(size - len(received))):
+        received += part
+    return received

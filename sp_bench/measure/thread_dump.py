@@ -90,19 +90,19 @@ def dump(ranks: Sequence[tuple[int, Path]]) -> list[ThreadDump]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, asked_by)
         time.sleep(ANSWER_S)
-    found, took_s = [], time.monotonic() - began_s
+    dumps, took_s = [], time.monotonic() - began_s
     for (pid, path), core_s in zip(ranks, before, strict=True):
         frames = [line.strip() for line in _lines(_file(path, "main")) if line.strip().startswith("File ")]
         threads = threads_of(pid)
         share = max(0.0, _core_s(threads) - core_s) / took_s if threads else None
-        found.append(ThreadDump(frames, _lines(_file(path, "all")), threads, share))
-    return found
+        dumps.append(ThreadDump(frames, _lines(_file(path, "all")), threads, share))
+    return dumps
 
 
 def threads_of(pid: int) -> list[Thread]:
     """The threads of a process, the main one first; empty on systems other than Linux, or if the process has ended."""
     tasks = sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda task: int(task.name))
-    return [found for task in tasks if (found := _thread(task))]
+    return [thread for task in tasks if (thread := _thread(task))]
 
 
 def _core_s(threads: Sequence[Thread]) -> float:
@@ -111,7 +111,7 @@ def _core_s(threads: Sequence[Thread]) -> float:
 
 def as_json(dumps: Mapping[int, ThreadDump]) -> dict[str, Any]:
     """The dumps by rank, as a JSON object."""
-    return {str(rank): asdict(found) for rank, found in dumps.items()}
+    return {str(rank): asdict(one) for rank, one in dumps.items()}
 
 
 def _thread(task: Path) -> Thread | None:

@@ -106,7 +106,7 @@ class PeerEngine:
         """Raise RequestError for a result that is no attention's."""
         impl = f"impl={self._peer.impl}"
         if not isinstance(out, Tensor) or out.shape != q.shape or out.dtype != q.dtype:
-            found = f"{tuple(out.shape)} in {out.dtype}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-            raise RequestError(impl, f"returned {found}", f"{tuple(q.shape)} in {q.dtype} would work")
+            returned = f"{tuple(out.shape)} in {out.dtype}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            raise RequestError(impl, f"returned {returned}", f"{tuple(q.shape)} in {q.dtype} would work")
         if "backward" in self.phases and not out.requires_grad:
             raise RequestError(impl, "autograd can't differentiate its output", "phase=forward would work")

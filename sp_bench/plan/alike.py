@@ -31,11 +31,11 @@ class _Padded(NamedTuple):
 
 def _padded(chunks: Sequence[Runs]) -> _Padded:
     shape = len(chunks), max(runs.start.size for runs in chunks)
-    found = _Padded(np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.ones(shape, np.int64))
+    padded = _Padded(np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.ones(shape, np.int64))
     for i, runs in enumerate(chunks):
         filled = slice(runs.start.size)
-        found.start[i, filled], found.tokens[i, filled], found.step[i] = runs.start, runs.tokens, runs.step
-    return found
+        padded.start[i, filled], padded.tokens[i, filled], padded.step[i] = runs.start, runs.tokens, runs.step
+    return padded
 
 
 class Alike:

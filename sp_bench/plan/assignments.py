@@ -250,9 +250,9 @@ def _hybrid(assignment: TokenAssignment, chunks: int) -> Pieces:
         return _in_sub_groups(mask, chunks, _sub_groups(mask, chunks, assignment.block_tokens)[0])
     best, least, tokens = list[tuple[int, int]](), np.inf, -(-2 * mask.seqlen // chunks)
     while tokens and least > EVEN_ENOUGH:  # larger sub-groups are more even, and send more
-        found, imbalance = _sub_groups(mask, chunks, tokens)
+        sub_groups, imbalance = _sub_groups(mask, chunks, tokens)
         if imbalance < least:
-            best, least = found, imbalance
+            best, least = sub_groups, imbalance
         tokens = tokens // 2 if tokens > mask.seqlen // (MOST_CUTS * chunks) else 0
     return _in_sub_groups(mask, chunks, best)
 
@@ -262,22 +262,22 @@ def _sub_groups(mask: Pack, chunks: int, tokens: int) -> tuple[list[tuple[int, i
     load, most = np.zeros(chunks), chunks.bit_length() - 1
     work = mask.work_of_documents
     sizes = np.array([1 << min((-(-length // tokens) - 1).bit_length(), most) for length in mask.queries])
-    found, order = [(0, 1)] * len(mask.queries), np.lexsort((-work, -sizes))
+    sub_groups, order = [(0, 1)] * len(mask.queries), np.lexsort((-work, -sizes))
     shared = int((sizes > 1).sum())  # these come first
     for index in order[:shared].tolist():
         size = int(sizes[index])
         groups = load[: chunks // size * size].reshape(-1, size)
         first = int(groups.max(axis=1).argmin()) * size
         load[first : first + size] += work[index] / size
-        found[index] = (first, size)
+        sub_groups[index] = (first, size)
     least = [(done, chunk) for chunk, done in enumerate(load.tolist())]
     heapq.heapify(least)
     for index in order[shared:].tolist():
         done, chunk = least[0]
         heapq.heapreplace(least, (done + float(work[index]), chunk))
-        found[index] = (chunk, 1)
+        sub_groups[index] = (chunk, 1)
     each = np.array([done for done, _ in least])
-    return found, float(each.max() / each.mean())
+    return sub_groups, float(each.max() / each.mean())
 
 
 def _in_sub_groups(mask: Pack, chunks: int, sub_groups: list[tuple[int, int]]) -> Pieces:

@@ -61,10 +61,10 @@ _CACHE: WeakKeyDictionary[Plan, dict[Hashable, BlockClasses]] = WeakKeyDictionar
 
 def block_classes(plan: Plan, problem: Problem) -> BlockClasses:
     """The classes of all blocks of a plan, cached; layouts that number blocks alike share them."""
-    found, numbering = _CACHE.setdefault(plan, {}), problem.blocks.numbering
-    if numbering not in found:
-        found[numbering] = _find(plan, problem)
-    return found[numbering]
+    by_numbering, numbering = _CACHE.setdefault(plan, {}), problem.blocks.numbering
+    if numbering not in by_numbering:
+        by_numbering[numbering] = _find(plan, problem)
+    return by_numbering[numbering]
 
 
 def _find(plan: Plan, problem: Problem) -> BlockClasses:

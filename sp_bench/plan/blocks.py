@@ -80,11 +80,11 @@ class Blocks:
         """The class of the block between the layout chunks of two ranks, or of two arrays of ranks."""
         degree = self.layout.head_parallel
         q, kv = (q_rank // degree, kv_rank // degree) if degree > 1 else (q_rank, kv_rank)
-        found = self.mask.relation(q, kv)
+        kind = self.mask.relation(q, kv)
         for chunk, boundaries in zip((q, kv), self._boundaries, strict=True):
             for boundary in boundaries:
-                found = 2 * found + (chunk >= boundary)
-        return found
+                kind = 2 * kind + (chunk >= boundary)
+        return kind
 
     @property
     def numbering(self) -> Hashable:
@@ -109,36 +109,36 @@ class Blocks:
 
     @cached_property
     def _regions(self) -> tuple[Regions, ...]:
-        found = {
+        by_kind = {
             kind: self.mask.regions(self._queries(q), self.keys.chunk_positions(kv))
             for kind, (q, kv) in self._examples.items()
         }
-        return tuple(found.get(kind, ()) for kind in range(1 + max(found)))
+        return tuple(by_kind.get(kind, ()) for kind in range(1 + max(by_kind)))
 
     @cached_property
     def rows_seen(self) -> tuple[range, ...]:
         """For each class, the range from the first to the last query that sees a key; all queries if none does."""
-        found = []
+        by_kind = []
         for kind, regions in enumerate(self._regions):
             rows = [region.q for region in regions]
             if rows:
-                found.append(range(min(r.start for r in rows), max(r.stop for r in rows)))
+                by_kind.append(range(min(r.start for r in rows), max(r.stop for r in rows)))
             else:
                 q, _ = self._examples.get(kind, (0, 0))
-                found.append(range(self.queries.chunk_tokens(q)))
-        return tuple(found)
+                by_kind.append(range(self.queries.chunk_tokens(q)))
+        return tuple(by_kind)
 
     def parts(self, *, keys: bool) -> Sequence[Part]:
         """For each class, the part of a query chunk's rows, or of a chunk's `keys`, that the block has."""
-        found, side = [], self.keys if keys else self.queries
+        by_kind, side = [], self.keys if keys else self.queries
         for kind, regions in enumerate(self._regions):
             example = self._examples.get(kind)
             whole = side.chunk_tokens(example[keys]) if example else 1
             runs = [region.kv if keys else region.q for region in regions]
             seen = max((run.stop for run in runs), default=whole) - min((run.start for run in runs), default=0)
             strict = any(region.kind is RegionKind.STRICT for region in regions)
-            found.append(Part(seen / whole, strict or seen < whole))
-        return found
+            by_kind.append(Part(seen / whole, strict or seen < whole))
+        return by_kind
 
     @cached_property
     def pairs(self) -> Sequence[int]:

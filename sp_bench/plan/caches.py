@@ -185,7 +185,7 @@ class Caches(OfLengths):
         """
         rows = np.concatenate([np.arange(run.start, run.stop, run.step) for run in q])
         sequence_of, (first, stop) = self.edges[rows // self.rows], self.sees(rows)
-        found, before = [], 0
+        of_runs, before = [], 0
         for sequence, runs in groupby(kv, lambda run: int(np.searchsorted(self.edges, run.start, side="right"))):
             of_cache = [*runs]
             lost, seen = (
@@ -198,10 +198,10 @@ class Caches(OfLengths):
                 size = len(list(same))
                 if start < count:
                     keys = range(before + start, before + count)
-                    found.append(Region(RegionKind.FULL, range(at, at + size), keys))
+                    of_runs.append(Region(RegionKind.FULL, range(at, at + size), keys))
                 at += size
             before += sum(map(len, of_cache))
-        return tuple(found)
+        return tuple(of_runs)
 
     def blocks(self, layout: Layout, n: int, seqlen: int, kv_seqlen: int | None = None) -> CacheBlocks:
         return CacheBlocks(self, layout, n, self.seqlen, self.kv_seqlen)

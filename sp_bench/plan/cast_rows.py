@@ -49,12 +49,12 @@ def rows_from(op: RowCollective, problem: Problem, rank, member: int):
 
 def rows_to(op: RowCollective, problem: Problem, rank: int, member: int) -> np.ndarray:
     """The rows of `own`, as they lie on the rank, that the rank whose #u it is has."""
-    degree, found, owner = problem.layout.head_parallel, casts(problem), int(op.own.owner(rank))
+    degree, of_casts, owner = problem.layout.head_parallel, casts(problem), int(op.own.owner(rank))
     holder = int(_holder(op, rank, member))
-    rows = found.rows(holder // degree, owner // degree, relays(op.own.at(member)))
+    rows = of_casts.rows(holder // degree, owner // degree, relays(op.own.at(member)))
     if not op.own.index:
         return rows
-    return np.searchsorted(found.rows(rank // degree, owner // degree, relays(op.own)), rows)
+    return np.searchsorted(of_casts.rows(rank // degree, owner // degree, relays(op.own)), rows)
 
 
 def rows_held(op: RowCollective, problem: Problem, rank):
@@ -131,10 +131,10 @@ def is_one_call(work: Work) -> bool:
 
 def rows_read(op: Gathered, problem: Problem, ranks: np.ndarray) -> np.ndarray:
     """How many key rows a Gathered block reads on each of the ranks: (ranks,)."""
-    degree, found = problem.layout.head_parallel, casts(problem)
+    degree, of_casts = problem.layout.head_parallel, casts(problem)
     queries, rows = op.queries[0].owner(ranks) // degree, np.zeros(ranks.size, np.int64)
     for chunk in op.keys:
-        rows += found.counts_for(relays(chunk))[queries, chunk.owner(ranks) // degree]
+        rows += of_casts.counts_for(relays(chunk))[queries, chunk.owner(ranks) // degree]
     return rows
 
 

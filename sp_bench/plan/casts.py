@@ -115,12 +115,12 @@ class Casts:
         return self._relayed[relays]
 
     def _counted(self, seen: np.ndarray) -> np.ndarray:
-        found, segments = np.zeros((len(seen), self.chunks), np.int64), self._segments
+        counts, segments = np.zeros((len(seen), self.chunks), np.int64), self._segments
         order = np.argsort(segments.owner, kind="stable")
         first = np.flatnonzero(np.diff(segments.owner[order], prepend=-1))
         tokens = seen[:, order] * segments.tokens[order].astype(np.int32)
-        found[:, segments.owner[order][first]] = np.add.reduceat(tokens, first, axis=1)
-        return found
+        counts[:, segments.owner[order][first]] = np.add.reduceat(tokens, first, axis=1)
+        return counts
 
     def rows(self, queries: int, keys: int, relays: int = 1) -> np.ndarray:
         """The rows of one key chunk that queries of a chunk, or of any of the neighbours that it relays for, see,
@@ -144,13 +144,13 @@ class Casts:
         self._keys.update(self._of([each for each in dict.fromkeys(wanted) if each not in self._keys]))
 
     def _of(self, wanted: Iterable[Gathering]) -> dict[Gathering, Keys]:
-        found = dict[Gathering, Keys]()
+        keys_of = dict[Gathering, Keys]()
         seen, blocks = list[Gathering](), list[tuple[Runs, list[Runs]]]()
         for each in wanted:
             queries, members, _ = each
             if not any(self.counts_for(each.relays_for(member))[queries, member] for member in members):
                 # As of most where documents are short.
-                found[each] = Keys(np.zeros(0, np.int64), (0,) * len(members), ())
+                keys_of[each] = Keys(np.zeros(0, np.int64), (0,) * len(members), ())
                 continue
             lying = [self._lying(each, member) for member in members]
             start, tokens = (np.concatenate(sides) for sides in zip(*lying, strict=True))
@@ -158,13 +158,13 @@ class Casts:
             by_position = np.argsort(start)
             start, tokens, lie = start[by_position], tokens[by_position], lie[by_position]
             counts = tuple(int(tokens.sum()) for _, tokens in lying)
-            found[each] = Keys(_runs(lie, tokens), counts, ())
+            keys_of[each] = Keys(_runs(lie, tokens), counts, ())
             seen.append(each)
             blocks.append((self._queries[queries], [Runs(start, start + tokens)]))
         if blocks:
             for each, regions in zip(seen, regions_of_runs(self.pack, blocks), strict=True):
-                found[each] = found[each]._replace(regions=regions)
-        return found
+                keys_of[each] = keys_of[each]._replace(regions=regions)
+        return keys_of
 
     def _lying(self, of: Gathering, keys: int) -> tuple[np.ndarray, np.ndarray]:
         """The runs of positions that a block has of a key chunk, all of it if it is its own: (start, tokens)."""

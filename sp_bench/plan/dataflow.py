@@ -113,10 +113,10 @@ def row_sums_released(plan: Plan) -> dict[int, list[Chunk]]:
 
     One that is sent is held to the end of the plan, as no block says when it has gone.
     """
-    flow, found = dataflow(plan), dict[int, list[Chunk]]()
+    flow, released = dataflow(plan), dict[int, list[Chunk]]()
     for index, op in plan:
         if isinstance(op, RowSums):
             last = flow.last_use[flow.writes[index][0]]
             if not isinstance(plan.ops[last], Transfer):
-                found.setdefault(last, []).append(op.into)
-    return found
+                released.setdefault(last, []).append(op.into)
+    return released

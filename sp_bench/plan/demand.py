@@ -58,12 +58,12 @@ def untouched_partials(plan: Plan, problem: Problem, *, compute: bool = True) ->
 
     Their blocks see nothing under the mask, or are left out (without `compute`).
     """
-    found = _found(plan, problem)
-    if found.wanted or found.visible.differs:
-        return found.untouched(compute=compute)
+    demand = _found(plan, problem)
+    if demand.wanted or demand.visible.differs:
+        return demand.untouched(compute=compute)
     known = _UNTOUCHED.setdefault(plan, {})  # the same of every such problem
     if compute not in known:
-        known[compute] = found.untouched(compute=compute)
+        known[compute] = demand.untouched(compute=compute)
     return known[compute]
 
 
@@ -185,8 +185,8 @@ def _program(plan: Plan) -> Program:
                 ops.append((index, _Bundle(several(op.parts), number(op.into))))
             partials.append((index, _Sent(False, (), (), several(op.writes))))
     starts, kept = several(plan.starts_with), frozenset(several(plan.kept))
-    _PROGRAMS[plan] = found = Program(plan.n, tuple(numbers), tuple(ops), tuple(partials), starts, kept)
-    return found
+    _PROGRAMS[plan] = program = Program(plan.n, tuple(numbers), tuple(ops), tuple(partials), starts, kept)
+    return program
 
 
 def _move(n: int, group: Group | Exchange, shift: int) -> Move:
@@ -201,10 +201,10 @@ def _bits(there: np.ndarray) -> Ranks:
 
 def _peers(ranks: Ranks, move: Move) -> Ranks:
     """The ranks whose peers are among `ranks`."""
-    found = 0
+    peers = 0
     for by, of in move:
-        found |= (ranks >> by if by >= 0 else ranks << -by) & of
-    return found
+        peers |= (ranks >> by if by >= 0 else ranks << -by) & of
+    return peers
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,14 +245,14 @@ class _Found:
 
     def untouched(self, *, compute: bool) -> Mapping[Chunk, np.ndarray]:
         everyone, ranks, kept = self.program.everyone, self.visible.ranks, self.program.kept
-        touched, found = dict.fromkeys(self.program.starts_with, everyone), dict[int, Ranks]()
+        touched, sending = dict.fromkeys(self.program.starts_with, everyone), dict[int, Ranks]()
         for index, op in self.program.partials:
             if isinstance(op, _Sent):
                 wanted = self.wanted.get(index) if op.is_pass else None
                 sends = everyone if wanted is None else _peers(wanted, op.onward)
                 for chunk in op.partials:
                     bits = touched.get(chunk, 0)
-                    found[chunk] = found.get(chunk, 0) | (sends & ~bits)
+                    sending[chunk] = sending.get(chunk, 0) | (sends & ~bits)
                     touched[chunk] = bits if chunk in kept else 0
                 for chunk in op.writes:
                     touched[chunk] = everyone
@@ -263,7 +263,7 @@ class _Found:
                 for block in op:
                     for chunk in block.writes:
                         touched[chunk] = touched.get(chunk, 0) | ranks[block.row]
-        sent = {self.program.chunks[chunk]: ranks for chunk, ranks in found.items() if ranks}
+        sent = {self.program.chunks[chunk]: ranks for chunk, ranks in sending.items() if ranks}
         return dict(zip(sent, _arrays(self.program.n, [*sent.values()]), strict=True))
 
 
@@ -272,13 +272,13 @@ _UNTOUCHED: WeakKeyDictionary[Plan, dict[bool, Mapping[Chunk, np.ndarray]]] = We
 
 
 def _found(plan: Plan, problem: Problem) -> _Found:
-    found = _CACHE.setdefault(plan, {})
-    if problem not in found:
+    by_problem = _CACHE.setdefault(plan, {})
+    if problem not in by_problem:
         program = _program(plan)
         visible = Visible(block_classes(plan, problem), np.asarray(problem.blocks.computes))
         wanted = {} if problem.mask.sends_unseen else _of_partials(program, visible) | _of_operands(program, visible)
-        keep(found, problem, _Found(program, visible, wanted))
-    return found[problem]
+        keep(by_problem, problem, _Found(program, visible, wanted))
+    return by_problem[problem]
 
 
 def _arrays(n: int, each: Sequence[Ranks]) -> np.ndarray:
@@ -290,12 +290,12 @@ def _arrays(n: int, each: Sequence[Ranks]) -> np.ndarray:
 
 def _of_operands(program: Program, visible: Visible) -> dict[int, Ranks]:
     """The ranks that want each received chunk of q, kv and the like, from the last operation back to the first."""
-    ranks, found, wanted = visible.ranks, dict[int, Ranks](), [0] * len(program.chunks)
+    ranks, wanted_by, wanted = visible.ranks, dict[int, Ranks](), [0] * len(program.chunks)
     for index, op in reversed(program.ops):
         if isinstance(op, _Pass):
             if not op.partial:
-                found[index], wanted[op.recv] = wanted[op.recv], 0
-                wanted[op.send] |= _peers(found[index], op.onward)
+                wanted_by[index], wanted[op.recv] = wanted[op.recv], 0
+                wanted[op.send] |= _peers(wanted_by[index], op.onward)
         elif isinstance(op, _Bundle):
             for part in op.parts:
                 wanted[part] |= wanted[op.into]
@@ -306,25 +306,25 @@ def _of_operands(program: Program, visible: Visible) -> dict[int, Ranks]:
             for block in op:
                 for chunk in block.reads:
                     wanted[chunk] |= ranks[block.row]
-    return found
+    return wanted_by
 
 
 def _of_partials(program: Program, visible: Visible) -> dict[int, Ranks]:
     """The ranks that receive, and fold, a partial that something was folded into, in plan order."""
-    ranks, found, filled = visible.ranks, dict[int, Ranks](), [0] * len(program.chunks)
+    ranks, wanted_by, filled = visible.ranks, dict[int, Ranks](), [0] * len(program.chunks)
     for index, op in program.ops:
         if isinstance(op, _Pass):
             if op.partial:
-                filled[op.recv] = found[index] = _peers(filled[op.send], op.back)
+                filled[op.recv] = wanted_by[index] = _peers(filled[op.send], op.back)
                 filled[op.send] = 0
         elif isinstance(op, _Collective):
             if op.reduces >= 0:
                 filled[op.reduces] = program.everyone
         elif isinstance(op, _Fold):
-            found[index], filled[op.part] = filled[op.part], 0
-            filled[op.into] |= found[index]
+            wanted_by[index], filled[op.part] = filled[op.part], 0
+            filled[op.into] |= wanted_by[index]
         elif not isinstance(op, _Bundle):
             for block in op:
                 for chunk in block.writes:
                     filled[chunk] |= ranks[block.row]
-    return found
+    return wanted_by

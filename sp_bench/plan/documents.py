@@ -136,16 +136,16 @@ class Packed(OfLengths):
         """
         edges = self.query_edges.clip(start, stop)
         new = tuple(np.diff(edges)[np.diff(edges) > 0].tolist())
-        found = type(self)(new, self.causal, self.left, self.right)
+        rest = type(self)(new, self.causal, self.left, self.right)
         first = self.query_positions[[start]]
         seen = int((first - self.sees(first)[0])[0])
         unseen = sum(behind >= seen for behind in accumulate(reversed(cached[1:])))
-        return found._one_behind(cached[unseen:] if seen else (), seen)
+        return rest._one_behind(cached[unseen:] if seen else (), seen)
 
     def after(self, cached: tuple[int, ...]) -> Self:
         """The mask, of one sequence, with as many of its last tokens seen of another history, if that has as many."""
-        found = type(self)(self.queries, self.causal, self.left, self.right)
-        return found._one_behind(cached, self.lengths[0] - self.queries[0])
+        rest = type(self)(self.queries, self.causal, self.left, self.right)
+        return rest._one_behind(cached, self.lengths[0] - self.queries[0])
 
     def _one_behind(self, cached: tuple[int, ...], seen: int) -> Self:
         """One sequence behind a history, of which its first queries see at most so many tokens."""
@@ -337,16 +337,16 @@ class Packed(OfLengths):
             np.round(self.query_edges * (seqlen / unit / self.seqlen)).astype(int), return_index=True
         )
         left, right = (None if x is None else round(x * seqlen / self.seqlen) for x in (self.left, self.right))
-        found = type(self)(tuple(np.diff(edges * unit).tolist()), self.causal, left, right)
+        smaller = type(self)(tuple(np.diff(edges * unit).tolist()), self.causal, left, right)
         if not self.new:
-            return found
+            return smaller
         # Of documents that begin at one place only the last has tokens.
         documents = [int(stop) - 1 for stop in kept[1:]]
         cached = tuple(tuple(-(-tokens * seqlen // self.seqlen) for tokens in self.cached[i]) for i in documents)
         seen = np.subtract(self.lengths, self.queries).tolist()
         most = (sum(each) for each in cached)
         of_seen = (-(-seen[i] * seqlen // self.seqlen) for i in documents)
-        return found._behind(cached, tuple(map(min, of_seen, most)))
+        return smaller._behind(cached, tuple(map(min, of_seen, most)))
 
     def layout(self, name: str, n: int = 1, among: Sequence[str] = ()) -> Layout:
         """The layout of that name. `auto` is chosen by work, then by what ranks need of each other (EVEN_ENOUGH).
@@ -358,10 +358,10 @@ class Packed(OfLengths):
         if name == "auto":
             layouts = {each: self.layout(each) for each in among}
             among = [each for each, it in layouts.items() if it.gives_all_work(n, self.seqlen)] or among
-            found = {each: self.blocks(layouts[each], n, self.seqlen) for each in among}
-            enough = max(EVEN_ENOUGH, min(blocks.imbalance for blocks in found.values()))
-            even = [each for each in among if found[each].imbalance <= enough]
-            name = min(even, key=lambda each: found[each].remote_tokens)
+            blocks_of = {each: self.blocks(layouts[each], n, self.seqlen) for each in among}
+            enough = max(EVEN_ENOUGH, min(blocks.imbalance for blocks in blocks_of.values()))
+            even = [each for each in among if blocks_of[each].imbalance <= enough]
+            name = min(even, key=lambda each: blocks_of[each].remote_tokens)
         if name in LAYOUTS:
             return LAYOUTS[name]
         if name not in ASSIGNMENTS:
@@ -403,8 +403,8 @@ class Chunked(Packed):
         begun = sum(cached) % tokens
         first = min(tokens - begun, seqlen)
         whole, rest = divmod(seqlen - first, tokens)
-        found = cls((first,) + (tokens,) * whole + (rest,) * (rest > 0), causal)
-        return found._one_behind(tuple(cached), begun)
+        chunked = cls((first,) + (tokens,) * whole + (rest,) * (rest > 0), causal)
+        return chunked._one_behind(tuple(cached), begun)
 
 
 @lru_cache(maxsize=32)

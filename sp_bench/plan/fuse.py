@@ -129,17 +129,17 @@ def _joined(
         if slot := slots.of(index, other(op)):
             rows.setdefault((shared(op), other(op).heads, slot.row), []).append((slot.number, index))
     lines = {group[0]: group for row in rows.values() for group in _neighbours(row) if len(group) > 1}
-    found: list[tuple[int, ...]] = []
+    groups: list[tuple[int, ...]] = []
     beside: dict[tuple[object, ...], list[tuple[int, int]]] = {}
     for first, line in lines.items():
         chunk, others = shared(blocks[first]), tuple(other(blocks[index]) for index in line)
         if slot := slots.of(first, chunk):
             beside.setdefault((others, chunk.heads, slot.row), []).append((slot.number, first))
         else:
-            found.append(line)
+            groups.append(line)
     for row in beside.values():
-        found += [tuple(index for first in firsts for index in lines[first]) for firsts in _neighbours(row)]
-    return found
+        groups += [tuple(index for first in firsts for index in lines[first]) for firsts in _neighbours(row)]
+    return groups
 
 
 def _neighbours(row: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:

@@ -36,8 +36,8 @@ class Sizes(NamedTuple):
 def sizes_of(regions: Iterable[Region]) -> Sizes:
     """The sizes of regions, in their order."""
     plain = [region.plain for region in regions]
-    found = [(_KINDS.index(each.kind), len(each.q), len(each.kv), each.pairs) for each in plain]
-    kind, q_tokens, kv_tokens, pairs = np.array(found, float).reshape(-1, 4).T
+    sizes = [(_KINDS.index(each.kind), len(each.q), len(each.kv), each.pairs) for each in plain]
+    kind, q_tokens, kv_tokens, pairs = np.array(sizes, float).reshape(-1, 4).T
     return Sizes(kind.astype(int), q_tokens, kv_tokens, pairs)
 
 
@@ -69,8 +69,8 @@ class Runs(NamedTuple):
 
 def runs_of(positions: Iterable[range]) -> Runs:
     """Positions as runs. All that have several positions have them equally far apart."""
-    found = [(run.start, run[-1] + 1, run.step if len(run) > 1 else 0) for run in positions if run]
-    start, stop, step = np.array(found, np.int64).reshape(-1, 3).T
+    runs = [(run.start, run[-1] + 1, run.step if len(run) > 1 else 0) for run in positions if run]
+    start, stop, step = np.array(runs, np.int64).reshape(-1, 3).T
     apart = int(step.max(initial=0)) or 1
     assert ((step == 0) | (step == apart)).all(), "runs of one step"
     return Runs(start, stop, apart)
@@ -94,9 +94,9 @@ def regions_of_runs(mask: Sight, blocks: Sequence[tuple[Runs, Sequence[Runs]]]) 
     Between two turns, what a query sees stays or moves on by a key a query at either end. So that turns are looked at
     in the place of queries, for all keys at once: what is even between two turns is so between more of them.
     """
-    found = [_stretches_of(mask, q, keys) for q, keys in blocks]
-    sizes = [row.size // len(keys) for (row, *_), (_, keys) in zip(found, blocks, strict=True) for _ in keys]
-    row, count, below = (np.concatenate(each, axis=-1) for each in zip(*found, strict=True))
+    stretches = [_stretches_of(mask, q, keys) for q, keys in blocks]
+    sizes = [row.size // len(keys) for (row, *_), (_, keys) in zip(stretches, blocks, strict=True) for _ in keys]
+    row, count, below = (np.concatenate(each, axis=-1) for each in zip(*stretches, strict=True))
     return _of_stretches(np.repeat(np.arange(len(sizes)), sizes), row, count, below, len(sizes))
 
 
@@ -133,11 +133,11 @@ def _below(keys: Sequence[Runs], positions: np.ndarray) -> np.ndarray:
     # All runs that begin below a position count in full, but what the last of them has above it.
     cells = np.searchsorted(at, start, "right") * len(keys) + owner
     counted = np.bincount(cells, stop - start, (at.size + 1) * len(keys))[: at.size * len(keys)]
-    found = counted.astype(np.int64).reshape(-1, len(keys)).cumsum(axis=0)
+    below = counted.astype(np.int64).reshape(-1, len(keys)).cumsum(axis=0)
     last = np.searchsorted(start, at, "left") - 1
     after_a_run = np.flatnonzero(last >= 0)
-    found[after_a_run, owner[last[after_a_run]]] -= np.maximum(stop[last[after_a_run]] - at[after_a_run], 0)
-    return found.T[:, of]
+    below[after_a_run, owner[last[after_a_run]]] -= np.maximum(stop[last[after_a_run]] - at[after_a_run], 0)
+    return below.T[:, of]
 
 
 def _of_stretches(
@@ -261,9 +261,9 @@ def _regions(strips: Strips, blocks: int) -> list[Regions]:
     order = order[place[order] >= 0]
     of_kind, *ends = (x[order].tolist() for x in (kind, q_start, q_stop, kv_start, kv_stop))
     rows = zip(map(_KINDS.__getitem__, of_kind), map(range, *ends[:2]), map(range, *ends[2:]), strict=True)
-    found: Regions = tuple(map(partial(tuple.__new__, Region), rows))  # a third of the time of calling Region
+    regions: Regions = tuple(map(partial(tuple.__new__, Region), rows))  # a third of the time of calling Region
     behind = np.cumsum(np.bincount(block[order], minlength=blocks)).tolist()
-    return [found[start:stop] for start, stop in zip([0, *behind], behind, strict=False)]
+    return [regions[start:stop] for start, stop in zip([0, *behind], behind, strict=False)]
 
 
 def _cut_bands(strips: Strips) -> Strips:
@@ -330,7 +330,7 @@ def pair_counts(
         partly += sign * np.bincount(owner * chunks + of[run], limit - starts[run], chunks**2)
         changes.append((-sign, *_counted(run * chunks + owner)))
     # How many queries of each chunk see all of a run, since what they see starts before it and ends behind it.
-    found, seeing = partly.reshape(chunks, chunks).astype(np.int64), np.zeros(chunks, np.int64)
+    pairs, seeing = partly.reshape(chunks, chunks).astype(np.int64), np.zeros(chunks, np.int64)
     for low in range(0, starts.size, RUNS_AT_ONCE):
         high = min(low + RUNS_AT_ONCE, starts.size)
         more = np.zeros((chunks, high - low), np.int64)
@@ -346,8 +346,8 @@ def pair_counts(
         by_owner = np.argsort(of[low:high], kind="stable")
         last = np.flatnonzero(np.diff(of[low:high][by_owner], append=-1))
         total = more.take(by_owner, axis=1).cumsum(axis=1)[:, last]
-        found[:, of[low:high][by_owner][last]] += np.diff(total, axis=1, prepend=0)
-    return found
+        pairs[:, of[low:high][by_owner][last]] += np.diff(total, axis=1, prepend=0)
+    return pairs
 
 
 def _counted(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -119,25 +119,25 @@ Cuts = tuple[Cut, ...]
 
 def joined_cuts(cuts: Iterable[Cut]) -> Cuts:
     """The cuts that have tokens, ascending, with those as one that are neighbours on both sides."""
-    found: list[Cut] = []
+    joined: list[Cut] = []
     for tokens, position in sorted((cut for cut in cuts if cut.tokens), key=lambda cut: cut.tokens.start):
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if last and (last.tokens.stop, last.position + len(last.tokens)) == (tokens.start, position):
-            found[-1] = Cut(range(last.tokens.start, tokens.stop), last.position)
+            joined[-1] = Cut(range(last.tokens.start, tokens.stop), last.position)
         else:
-            found.append(Cut(tokens, position))
-    return tuple(found)
+            joined.append(Cut(tokens, position))
+    return tuple(joined)
 
 
 def placed(runs: Iterable[range], cuts: Cuts) -> Positions:
     """The positions, ascending, of runs of tokens by number."""
-    starts, found = [cut.tokens.start for cut in cuts], []
+    starts, positions = [cut.tokens.start for cut in cuts], []
     for run in filter(None, runs):
         for tokens, position in cuts[max(bisect_right(starts, run.start) - 1, 0) : bisect_right(starts, run[-1])]:
             first, behind = (-(-(edge - run.start) // run.step) for edge in (tokens.start, tokens.stop))
             part, ahead = run[max(first, 0) : max(behind, 0)], position - tokens.start
-            found.append(range(part.start + ahead, part.stop + ahead, part.step))
-    return tuple(sorted(filter(None, found), key=lambda run: run.start))
+            positions.append(range(part.start + ahead, part.stop + ahead, part.step))
+    return tuple(sorted(filter(None, positions), key=lambda run: run.start))
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,8 @@ class Shards:
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
         """The chunks at which the lengths of pieces change: those before each have one token more somewhere."""
-        found = (layout.boundary(self.chunks, seqlen) for layout, seqlen in self._assigned)
-        return tuple(filter(None, found))
+        of_stretches = (layout.boundary(self.chunks, seqlen) for layout, seqlen in self._assigned)
+        return tuple(filter(None, of_stretches))
 
     @cached_property
     def _assigned(self) -> tuple[tuple[Layout, int], ...]:
@@ -282,24 +282,24 @@ def _of(counts: np.ndarray, index) -> Any:
 def _rows_among(positions: Positions, chunk: Positions) -> tuple[range, ...]:
     """The indices within a chunk of some of its positions, neighbours as one run."""
     starts, before = [run.start for run in chunk], [0, *accumulate(map(len, chunk))]
-    found: list[range] = []
+    rows: list[range] = []
     for run in positions:
         at = bisect_right(starts, run.start) - 1
         first = before[at] + (run.start - chunk[at].start) // chunk[at].step
-        if found and found[-1].stop == first:
-            found[-1] = range(found[-1].start, first + len(run))
+        if rows and rows[-1].stop == first:
+            rows[-1] = range(rows[-1].start, first + len(run))
         else:
-            found.append(range(first, first + len(run)))
-    return tuple(found) or (range(0),)
+            rows.append(range(first, first + len(run)))
+    return tuple(rows) or (range(0),)
 
 
 def _taken(ranges: Sequence[range], start: int, size: int) -> Positions:
     """The elements start <= i < start + size of the concatenated ranges."""
-    found = []
+    pieces = []
     for piece in ranges:
-        found.append(piece[max(start, 0) : max(start + size, 0)])
+        pieces.append(piece[max(start, 0) : max(start + size, 0)])
         start -= len(piece)
-    return tuple(filter(None, found))
+    return tuple(filter(None, pieces))
 
 
 def piece(index: int, pieces: int, seqlen: int) -> range:

@@ -168,14 +168,14 @@ class Causal(WholeMask):
     balanced: ClassVar[tuple[str, ...]] = ("striped", "zigzag")
 
     def regions(self, q: Positions, kv: Positions) -> Regions:
-        found: list[Region] = []
+        all_regions: list[Region] = []
         before = _numbered(kv)
         if q == kv[-len(q) :]:
-            found = [Region(RegionKind.CAUSAL, range(_count(q)), range(_count(kv) - _count(q), _count(kv)))]
+            all_regions = [Region(RegionKind.CAUSAL, range(_count(q)), range(_count(kv) - _count(q), _count(kv)))]
             before = before[: -len(q)]
         for (rows, queries), (columns, keys) in product(_numbered(q), before):
-            found += staircase(rows, queries, columns, keys)
-        return merged(filled(found))
+            all_regions += staircase(rows, queries, columns, keys)
+        return merged(filled(all_regions))
 
     def refuse(self, seqlen: int, kv_seqlen: int | None = None) -> None:
         """Raise RequestError for fewer keys than queries, which are the last of the keys' tokens."""
@@ -215,11 +215,11 @@ def _count(positions: Positions) -> int:
 
 def _numbered(positions: Positions) -> list[tuple[range, range]]:
     """(indices in the chunk, positions) of each run of positions."""
-    found, first = [], 0
+    numbered, first = [], 0
     for run in positions:
-        found.append((range(first, first + len(run)), run))
+        numbered.append((range(first, first + len(run)), run))
         first += len(run)
-    return found
+    return numbered
 
 
 FULL, CAUSAL = Full(), Causal()

@@ -174,14 +174,14 @@ class Method(ABC):
         if not isinstance(problem.mask, Packed) or self.fuse or self.plans_by_rows:
             return self._made(problem, phase, costs)
         key = self, phase, costs, *_size(problem, problem.mask)
-        if (found := _OF_PACKS.get(key)) is None:
-            _OF_PACKS[key] = found = self._made(problem, phase, costs)
-        return found
+        if (shared := _OF_PACKS.get(key)) is None:
+            _OF_PACKS[key] = shared = self._made(problem, phase, costs)
+        return shared
 
     def _made(self, problem: Problem, phase: str, costs: CostProfile) -> Plan:
         costs = costs.of_a_slice(problem)
-        found = self.forward(problem, costs) if phase == "forward" else self.backward(problem, costs)
-        return (fuse(found, problem) if self.fuse else found).shared()
+        plan = self.forward(problem, costs) if phase == "forward" else self.backward(problem, costs)
+        return (fuse(plan, problem) if self.fuse else plan).shared()
 
     @abstractmethod
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:

@@ -219,12 +219,12 @@ class TreeReduce(ReduceScatter):
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
         """The rounds, in order. They send each of the n - 1 partials of other owners once."""
-        found = list[Round]()
+        all_rounds = list[Round]()
         for group, each in zip(self.levels, (self.levels[1].size, 1), strict=True):
             for distance in (2**k for k in reversed(range((group.size - 1).bit_length()))):
                 count = min(distance, group.size - distance) * each
-                found.append(Round(group, distance, distance * each, count))
-        return tuple(found)
+                all_rounds.append(Round(group, distance, distance * each, count))
+        return tuple(all_rounds)
 
     @property
     def levels(self) -> tuple[Group, Group]:

@@ -39,8 +39,8 @@ def checked(owner: type, name: str, value: object) -> object:
 @cache
 def _kinds(owner: type) -> dict[str, tuple[Any, ...]]:
     """The types that each option may have; none for one that its method checks."""
-    found = {name: _members(hint) for name, hint in get_type_hints(owner).items()}
-    return {name: kinds for name, kinds in found.items() if all(map(_is_known, kinds))}
+    kinds_of = {name: _members(hint) for name, hint in get_type_hints(owner).items()}
+    return {name: kinds for name, kinds in kinds_of.items() if all(map(_is_known, kinds))}
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

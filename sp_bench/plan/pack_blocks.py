@@ -171,9 +171,9 @@ class PackBlocks(Blocks):
         ends = np.searchsorted(begin, first, "right") - 1, np.searchsorted(begin, behind - 1, "right")
         seen = covered(chunk, *ends, (self.chunks, begin.size))[:, np.argsort(owner, kind="stable")]
         keys, begins = np.unique(np.sort(owner), return_index=True)
-        found = np.zeros((self.chunks, self.chunks), bool)
-        found[:, keys] = np.logical_or.reduceat(seen, begins, axis=1)
-        return found.ravel()
+        computed = np.zeros((self.chunks, self.chunks), bool)
+        computed[:, keys] = np.logical_or.reduceat(seen, begins, axis=1)
+        return computed.ravel()
 
     def _all_see_all_in_one(self) -> bool:
         """Whether queries of each chunk see keys of every chunk in the longest document, which has no window."""
@@ -204,13 +204,13 @@ class PackBlocks(Blocks):
         cells, tokens = edges[:-1], np.diff(edges)
         of_cells = owner[np.searchsorted(begin, cells, "right") - 1]
         begins, ends = (np.searchsorted(cells, keys, "right") for keys in (first, behind - 1))
-        found = np.empty((self.chunks, self.chunks))
+        counts = np.empty((self.chunks, self.chunks))
         for each in range(self.chunks):
             changes = np.bincount(begins[chunk == each] - 1, minlength=cells.size + 1)
             changes -= np.bincount(ends[chunk == each], minlength=cells.size + 1)
             seen = np.cumsum(changes[:-1]) > 0
-            found[each] = np.bincount(of_cells[seen], tokens[seen], self.chunks)
-        return found.ravel()
+            counts[each] = np.bincount(of_cells[seen], tokens[seen], self.chunks)
+        return counts.ravel()
 
     @cached_property
     def _neighbours(self) -> tuple[np.ndarray, np.ndarray] | None:

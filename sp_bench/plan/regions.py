@@ -77,18 +77,18 @@ def filled(regions: Iterable[Region]) -> Regions:
 
 def merged(regions: Regions) -> Regions:
     """The regions with adjacent FULL rectangles merged: kernels are faster on larger ones."""
-    found: list[Region] = []
+    joined_regions: list[Region] = []
     for region in regions:
         joined = region
-        for other in [r for r in found if r.kind is region.kind is RegionKind.FULL]:
+        for other in [r for r in joined_regions if r.kind is region.kind is RegionKind.FULL]:
             if other.q == joined.q and other.kv.stop == joined.kv.start:
-                found.remove(other)
+                joined_regions.remove(other)
                 joined = Region(RegionKind.FULL, joined.q, range(other.kv.start, joined.kv.stop))
             elif other.kv == joined.kv and other.q.stop == joined.q.start:
-                found.remove(other)
+                joined_regions.remove(other)
                 joined = Region(RegionKind.FULL, range(other.q.start, joined.q.stop), joined.kv)
-        found.append(joined)
-    return tuple(found)
+        joined_regions.append(joined)
+    return tuple(joined_regions)
 
 
 def stacks(regions: Iterable[Region], alike: Callable[[Region], object], *, shared: bool = False) -> list[list[Region]]:
@@ -98,14 +98,14 @@ def stacks(regions: Iterable[Region], alike: Callable[[Region], object], *, shar
     """
     groups: dict[object, list[list[Region]]] = {}
     for region in sorted((region.plain for region in regions), key=lambda region: (region.q.start, region.kv.start)):
-        found = groups.setdefault(alike(region), [])
-        for stack in found:
+        of_kind = groups.setdefault(alike(region), [])
+        for stack in of_kind:
             if shared or _follows(region, stack):
                 stack.append(region)
                 break
         else:
-            found.append([region])
-    return [stack for found in groups.values() for stack in found]
+            of_kind.append([region])
+    return [stack for of_kind in groups.values() for stack in of_kind]
 
 
 def _follows(region: Region, stack: list[Region]) -> bool:
@@ -128,13 +128,13 @@ def by_keys(regions: Iterable[Region]) -> list[Region]:
     kernel loops over the queries of a region, and is faster with more of them.
     """
     full = sorted((region for region in regions if region.kind is RegionKind.FULL), key=lambda region: region.q.start)
-    found, stairs = [region for region in regions if region.kind is not RegionKind.FULL], list[Region]()
+    others, stairs = [region for region in regions if region.kind is not RegionKind.FULL], list[Region]()
     for region in full:
         if stairs and not _climbs(stairs[-1], region):
-            found += _cut_by_keys(stairs)
+            others += _cut_by_keys(stairs)
             stairs = []
         stairs.append(region)
-    return [*found, *_cut_by_keys(stairs)]
+    return [*others, *_cut_by_keys(stairs)]
 
 
 def _climbs(one: Region, other: Region) -> bool:
@@ -142,14 +142,12 @@ def _climbs(one: Region, other: Region) -> bool:
 
 
 def _cut_by_keys(stairs: list[Region]) -> list[Region]:
-    found, first = [], stairs[0].kv.start if stairs else 0
+    cut, first = [], stairs[0].kv.start if stairs else 0
     for region in stairs:
         if region.kv.stop > first:
-            found.append(
-                Region(RegionKind.FULL, range(region.q.start, stairs[-1].q.stop), range(first, region.kv.stop))
-            )
+            cut.append(Region(RegionKind.FULL, range(region.q.start, stairs[-1].q.stop), range(first, region.kv.stop)))
             first = region.kv.stop
-    return found
+    return cut
 
 
 def _apart(one: range, other: range) -> bool:

@@ -76,7 +76,7 @@ class Segment:
 def segments(plan: Plan, waits: Sequence[Waits]) -> dict[int, Segment]:
     """The segments of a plan, by the index of their first operation, given the waits of each operation."""
     awaited = {index for of_op in waits for stream, index in of_op if stream == BLOCKS}
-    found: dict[int, Segment] = {}
+    by_first: dict[int, Segment] = {}
     current: Segment | None = None
     satisfied: dict[str, int] = {}
     for index, op in plan:
@@ -84,12 +84,12 @@ def segments(plan: Plan, waits: Sequence[Waits]) -> dict[int, Segment]:
             continue
         new = {lane: last for lane, last in waits[index] if last > satisfied.get(lane, -1)}
         if current is None or new:
-            current = found[index] = Segment(waits=new)
+            current = by_first[index] = Segment(waits=new)
             satisfied |= new
         current.ops.append(index)
         if index in awaited:
             current = None
-    return found
+    return by_first
 
 
 def _receive_buffers(plan: Plan, flow: Dataflow) -> tuple[dict[int, ReceiveBuffer], dict[int, Values]]:

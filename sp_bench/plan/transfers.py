@@ -37,11 +37,11 @@ def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[
     `demand`, None if all ranks do.
     """
     if isinstance(op, AllToAll):
-        found = []
+        sizes = []
         for group, shift in peers(op):
             tokens = problem.shards_of(op.recv.tensor).tokens(rank if op.to_heads else group.member(rank, shift))
-            found.append({f.name: tokens * problem.token_bytes(f, wire=True) for f in by_heads(op)})
-        return found
+            sizes.append({f.name: tokens * problem.token_bytes(f, wire=True) for f in by_heads(op)})
+        return sizes
     if isinstance(op, RowCollective):
         each = [rows_moved(op, problem, rank, u) for u in op.members]
         return [{name: rows * size for name, size in _token_bytes(problem, op.tensor).items()} for rows in each]

@@ -79,17 +79,17 @@ def union(regions: Sequence[Sequence[Regions]]) -> Calls:
 
 
 def _keys_joined(calls: Iterable[KernelCall]) -> list[KernelCall]:
-    found: dict[Pieces, list[Piece]] = {}
+    keys_of: dict[Pieces, list[Piece]] = {}
     for call in calls:
-        found.setdefault(call.q, []).extend(call.kv)
-    return [KernelCall(RegionKind.FULL, q, tuple(_in_order(kv))) for q, kv in found.items()]
+        keys_of.setdefault(call.q, []).extend(call.kv)
+    return [KernelCall(RegionKind.FULL, q, tuple(_in_order(kv))) for q, kv in keys_of.items()]
 
 
 def _queries_joined(calls: Iterable[KernelCall]) -> list[KernelCall]:
-    found: dict[Pieces, list[Piece]] = {}
+    queries_of: dict[Pieces, list[Piece]] = {}
     for call in calls:
-        found.setdefault(call.kv, []).extend(call.q)
-    return [KernelCall(RegionKind.FULL, tuple(_in_order(q)), kv) for kv, q in found.items()]
+        queries_of.setdefault(call.kv, []).extend(call.q)
+    return [KernelCall(RegionKind.FULL, tuple(_in_order(q)), kv) for kv, q in queries_of.items()]
 
 
 def _in_order(pieces: Iterable[Piece]) -> list[Piece]:

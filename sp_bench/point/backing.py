@@ -125,8 +125,8 @@ class Validation:
 
     def ends(self, step_ms: float) -> dict[str, float | None]:
         """The record's fields of Timing."""
-        found = self.around(step_ms)
-        return {"step_ms_validated_low": found.low_ms, "step_ms_validated_high": found.high_ms}
+        interval = self.around(step_ms)
+        return {"step_ms_validated_low": interval.low_ms, "step_ms_validated_high": interval.high_ms}
 
 
 def transfers_of(plans: Iterable[Plan], *, of_packs: bool = False) -> str:
@@ -134,12 +134,12 @@ def transfers_of(plans: Iterable[Plan], *, of_packs: bool = False) -> str:
 
     A cast of rows is a kind of its own where they are few: under packs.
     """
-    found = set()
+    kinds = set()
     for op in (op for plan in plans for op in plan.ops if isinstance(op, Transfer)):
         passed = "KV passed on" if op.tensor.of_keys else "Q and outputs passed on"
         passed = "rows cast" if of_packs and isinstance(op, RowCollective) else passed
-        found.add("all-to-alls" if isinstance(op, AllToAll) else passed)
-    return " and ".join(sorted(found)) or "no transfers"
+        kinds.add("all-to-alls" if isinstance(op, AllToAll) else passed)
+    return " and ".join(sorted(kinds)) or "no transfers"
 
 
 def links_of(cluster: Cluster, gpus: int) -> str:

@@ -209,7 +209,7 @@ def _in_one_layout(asked: Sequence[Request]) -> list[Choice]:
     of_each = {problem: variants(request, [first.method], layouts) for problem, request in alike.items()}
     planned = [of_each[request.problem] for request in asked]
     fastest = _Alike()
-    found: list[tuple[float, list[Choice]]] = []
+    by_layout: list[tuple[float, list[Choice]]] = []
     refused: RequestError | None = None
     for layout in dict.fromkeys(choice.problem.layout for choice in planned[0]):
         in_layout = [[choice for choice in each if choice.problem.layout == layout] for each in planned]
@@ -220,11 +220,11 @@ def _in_one_layout(asked: Sequence[Request]) -> list[Choice]:
         except RequestError as error:
             refused = error
             continue
-        found.append((sum(_step_s(first, choice, i) for i, choice in enumerate(choices)), choices))
-    if not found:
+        by_layout.append((sum(_step_s(first, choice, i) for i, choice in enumerate(choices)), choices))
+    if not by_layout:
         rule = "has no layout in which every rank has work of both kinds of layers"
         raise refused or RequestError(f"method={first.method.name}", rule, "method=ring would work")
-    return min(found, key=lambda each: each[0])[1]
+    return min(by_layout, key=lambda each: each[0])[1]
 
 
 def _step_s(request: Request, choice: Choice, attention: int) -> float:
@@ -298,7 +298,7 @@ def _layouts(method: Method, problems: Sequence[Problem]) -> list[Layout]:
     `search` is all that the method takes; `auto` is those that give all ranks equal work in one of the problems, or
     what the method has for packs. Of several parts of a sequence they are those of whole sequences.
     """
-    last, found = problems[-1], list[Layout]()
+    last, layouts = problems[-1], list[Layout]()
     same = len({(problem.seqlen, problem.kv_seqlen) for problem in problems}) == 1
     for name in dict.fromkeys(name for problem in problems for name in _names(method, problem)):
         with suppress(RequestError):  # too few tokens for it, or no documents
@@ -306,8 +306,8 @@ def _layouts(method: Method, problems: Sequence[Problem]) -> list[Layout]:
             for problem in problems:
                 layout.refuse(last.n, problem.seqlen)
             if same or layout.name in LAYOUTS:
-                found.append(layout)
-    return [layout for layout in found if layout.name in method.all_layouts()] or [last.layout]
+                layouts.append(layout)
+    return [layout for layout in layouts if layout.name in method.all_layouts()] or [last.layout]
 
 
 def _names(method: Method, problem: Problem) -> Sequence[str]:

@@ -62,9 +62,9 @@ def counted(request: Request, choice: Choice | None) -> Counted:
     memory = Memory(
         peak_mem_bytes_max=peak_bytes, peak_mem_source="computed from the plans", peak_mem_bytes_expected=peak_bytes
     )
-    found, formula = traffic.comm_bytes_per_gpu, traffic.comm_bytes_expected
-    differ = formula is not None and found != formula
-    wrong = f"the plan sends {found} bytes, the closed form says {formula}" if differ else ""
+    sent, formula = traffic.comm_bytes_per_gpu, traffic.comm_bytes_expected
+    differ = formula is not None and sent != formula
+    wrong = f"the plan sends {sent} bytes, the closed form says {formula}" if differ else ""
     return Counted(setup=setup, traffic=traffic, memory=memory, wrong=wrong)
 
 
@@ -142,13 +142,13 @@ def _traffic(request: Request, choice: Choice) -> Traffic:
 
 def _least(workload: Workload, choice: Choice) -> float | None:
     """account.least_bytes of a step's phases."""
-    found = [
+    least_of = [
         (count, account.least_bytes(each.problem, phase))
         for i, each in enumerate(choice.attentions)
         for phase, count in workload.executions(i).items()
     ]
-    known = [count * least for count, least in found if least is not None]
-    return sum(known) if len(known) == len(found) else None
+    known = [count * least for count, least in least_of if least is not None]
+    return sum(known) if len(known) == len(least_of) else None
 
 
 def with_sums(traffic: Traffic, within: float) -> Traffic:
@@ -167,14 +167,14 @@ def with_sums(traffic: Traffic, within: float) -> Traffic:
 
 def in_phases(request: Request, sent: Sequence[Mapping[str, Mapping[tuple[str, ...], float]]]) -> dict[str, Counter]:
     """Bytes sent in each timed phase by key, from those of one execution of each plan of each attention, by phase."""
-    found = {}
+    by_phase = {}
     for phase in request.phases:
         of_phase = Counter(dict(request.workload.sent_otherwise(phase, request.problem)))
         for attention, of_plans in enumerate(sent):
             for plan_phase, times in request.workload.times_executed(phase, attention).items():
                 of_phase.update({key: times * size for key, size in of_plans[plan_phase].items()})
-        found[phase] = of_phase
-    return found
+        by_phase[phase] = of_phase
+    return by_phase
 
 
 def _closed_form(workload: Workload, choice: Choice, others: int) -> float | None:
@@ -206,8 +206,8 @@ def rates(request: Request, step_ms: float, device_name: str | None) -> Rates:
     step_s, problem = step_ms / 1e3, request.problem
     flops = sum(request.workload.flops(phase, problem) for phase in request.phases)
     tflops_per_gpu = flops / step_s / problem.n / 1e12
-    found, figures = device_name or "", request.cluster.device.name
-    known = found == figures or same_model(found, figures)
+    ran_on, figures = device_name or "", request.cluster.device.name
+    known = ran_on == figures or same_model(ran_on, figures)
     peak_tflops = request.cluster.device.peak_tflops.get(problem.dtype) if known else None
     return Rates(
         iters_per_s=1 / step_s,

@@ -46,11 +46,11 @@ def chosen(config: Mapping[str, Any]) -> dict[str, Any]:
     best: tuple[float, int] | None = None
     refused: RequestError | None = None
     for groups in divisors(gpus // degree):
-        found = _simulated(with_groups(config, groups))
-        if isinstance(found, RequestError):
-            refused = refused or found
-        elif best is None or (found.tokens_per_s or 0.0) > best[0]:
-            best = found.tokens_per_s or 0.0, groups
+        outcome = _simulated(with_groups(config, groups))
+        if isinstance(outcome, RequestError):
+            refused = refused or outcome
+        elif best is None or (outcome.tokens_per_s or 0.0) > best[0]:
+            best = outcome.tokens_per_s or 0.0, groups
     if best is None:
         assert refused is not None
         raise refused

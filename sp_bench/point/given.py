@@ -60,14 +60,14 @@ class Values(Section, frozen=True, kw_only=True):
         kv_heads = given["kv_heads"]
         if kv_heads is None:
             kv_heads = given["heads"] if given["latent_dim"] is None else 1
-        found = read(cls, given | {"kv_heads": kv_heads})
-        if found.latent_dim is None and found.rope_dim is not None:
+        values = read(cls, given | {"kv_heads": kv_heads})
+        if values.latent_dim is None and values.rope_dim is not None:
             rule = "are elements of keys that are not made of a latent, and none travels"
-            raise RequestError(f"rope_dim={found.rope_dim}", rule, "latent_dim=512, or rope_dim=null, would work")
-        if found.latent_dim and found.rope_dim is None:
-            found = structs.replace(found, rope_dim=found.head_dim - (found.v_head_dim or found.head_dim))
-        alike = {"kv_seqlen": found.seqlen, "v_head_dim": found.head_dim}
-        return structs.replace(found, **{key: None for key, usual in alike.items() if getattr(found, key) == usual})
+            raise RequestError(f"rope_dim={values.rope_dim}", rule, "latent_dim=512, or rope_dim=null, would work")
+        if values.latent_dim and values.rope_dim is None:
+            values = structs.replace(values, rope_dim=values.head_dim - (values.v_head_dim or values.head_dim))
+        alike = {"kv_seqlen": values.seqlen, "v_head_dim": values.head_dim}
+        return structs.replace(values, **{key: None for key, usual in alike.items() if getattr(values, key) == usual})
 
 
 @dataclass(frozen=True, kw_only=True)

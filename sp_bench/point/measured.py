@@ -38,12 +38,12 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
     for request, choice in zip(requests, choices, strict=True):
         for each in choice.attentions if choice else ():
             check_all(executed_plans(request, each), each.problem)
-    found: dict[int, Outcome] = {}
+    outcomes: dict[int, Outcome] = {}
     together = _packs(requests, choices)
     for pack in together:
         some = [_told(requests[i], len(pack), len(requests)) if len(together) > 1 else requests[i] for i in pack]
-        found |= zip(pack, _measure_together(some, [choices[i] for i in pack], progress), strict=True)
-    return [found[i] for i in range(len(requests))]
+        outcomes |= zip(pack, _measure_together(some, [choices[i] for i in pack], progress), strict=True)
+    return [outcomes[i] for i in range(len(requests))]
 
 
 def _packs(requests: Sequence[Request], choices: Sequence[Choice | None]) -> list[list[int]]:

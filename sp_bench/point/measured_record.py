@@ -71,7 +71,7 @@ def outcome_of(
         alone, inside = timing_alone(samples), breakdown_alone(request, samples, ranks)
         inside, remarks = with_host_share(inside, alone.alone_ms_median, ranks)
         notes += remarks
-        found: list[Part] = [alone, inside, plans.traffic, held]
+        all_parts: list[Part] = [alone, inside, plans.traffic, held]
     else:
         machines = [rank.machine for rank in ranks]
         samples = samples.from_first_start(dict(enumerate(machines)))
@@ -83,29 +83,29 @@ def outcome_of(
         notes += [*remarks, *queued]
         traffic = replace(plans.traffic, comm_bytes_per_gpu=sent_per_gpu(ranks)) if choice else traffic_of_peer(ranks)
         traffic = replace(traffic, interface_bytes_per_gpu=interface_bytes(ranks, hosts))
-        found = [times, cores(inside, samples, machines), traffic, held]
-        found.append(rates(request, times.step_ms_median, setup.device_name))
-        found += [training_step(request, samples, ranks), prompt(request, samples, times.step_ms_median)]
+        all_parts = [times, cores(inside, samples, machines), traffic, held]
+        all_parts.append(rates(request, times.step_ms_median, setup.device_name))
+        all_parts += [training_step(request, samples, ranks), prompt(request, samples, times.step_ms_median)]
     state, remarks = gpu_state([rank.gpu for rank in ranks])
-    found, notes = [*found, state], [*notes, *remarks]
+    all_parts, notes = [*all_parts, state], [*notes, *remarks]
     status = "incorrect" if wrong else "ok"
-    parts = (asked, setup, exactness, *found)
+    parts = (asked, setup, exactness, *all_parts)
     record = request.record(status, wrong or None, *parts, notes=notes, provenance=provenance)
     return Outcome(record, None if request.alone else timeline_of(samples), samples)
 
 
 def exactness_of(gate: GateErrors, timed: GateErrors) -> Exactness:
     """The errors of the gate's problem and of what was timed, which are the same on all ranks."""
-    found = {f"err_{name}": error for name, error in gate.overall.items()}
-    found |= {f"err_timed_{name}": error for name, error in timed.overall.items()}
+    errors = {f"err_{name}": error for name, error in gate.overall.items()}
+    errors |= {f"err_timed_{name}": error for name, error in timed.overall.items()}
     queries, keys = timed.rows or (None, None)
     lengths = {"err_seqlen": gate.seqlen, "err_timed_seqlen": timed.seqlen}
-    return Exactness(**found, **lengths, err_timed_query_rows=queries, err_timed_key_rows=keys)
+    return Exactness(**errors, **lengths, err_timed_query_rows=queries, err_timed_key_rows=keys)
 
 
 def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tuple[Setup, list[str]]:
     """The setup with the kernel and device that the ranks used, and the point's notes."""
-    found, figures, notes = ranks[0].device.get("device", ""), setup.device_name or "", list(request.notes)
+    device, figures, notes = ranks[0].device.get("device", ""), setup.device_name or "", list(request.notes)
     first = ranks[0]
     margin = min((rank.sm_margin for rank in ranks if rank.sm_margin is not None), default=None)
     ctas = min((rank.lane_ctas for rank in ranks if rank.lane_ctas is not None), default=None)
@@ -117,10 +117,10 @@ def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tupl
     if why := first.timed.uncompared:
         notes.append(f"no rows of what was timed were compared with exact ones: {why}")
     if request.devices.kind == "cuda" or request.alone:
-        setup = replace(setup, device_name=found)
-        if not same_model(found, figures):
+        setup = replace(setup, device_name=device)
+        if not same_model(device, figures):
             notes.append(
-                f"ranks are on {found}; the figures of cluster={request.cluster.name} are of {figures}, and chose the"
+                f"ranks are on {device}; the figures of cluster={request.cluster.name} are of {figures}, and chose the"
                 " variant"
             )
     if request.alone:

@@ -28,12 +28,12 @@ def memory_front(request: Request) -> list[Traded]:
     They are those that the request's options stand for, and the method's `leaner` ones.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
-    found: list[tuple[int, Choice]] = []
+    by_peak: list[tuple[int, Choice]] = []
     for one in variants(request, (request.method, *request.method.leaner())):
         choice = simulated(one, request.cluster.even)
-        found.append((account.peak_bytes(choice.plans.values(), choice.problem, request.cluster.transport), choice))
+        by_peak.append((account.peak_bytes(choice.plans.values(), choice.problem, request.cluster.transport), choice))
     front: list[Traded] = []
-    for peak, one in sorted(found, key=lambda each: (each[0], each[1].total_s)):
+    for peak, one in sorted(by_peak, key=lambda each: (each[0], each[1].total_s)):
         if not front or one.total_s * 1e3 < front[-1].interval.step_ms:
             ends = validated(request, one).around(one.total_s * 1e3)
             front.append(Traded(one.variant, one.problem.layout.name, peak, ends))

@@ -31,10 +31,10 @@ def planning_ms(method: Method, problem: Problem, costs: CostProfile, transport:
 
     Every option of the method is chosen. It is that of the first rank.
     """
-    found, kept = list[float](), list[dict[str, Plan]]()
-    while len(found) < TIMES and sum(found) < ENOUGH_S:
-        found.append(_planning_s(method, problem, costs, transport, kept))
-    return 1e3 * median(found)
+    times_s, kept = list[float](), list[dict[str, Plan]]()
+    while len(times_s) < TIMES and sum(times_s) < ENOUGH_S:
+        times_s.append(_planning_s(method, problem, costs, transport, kept))
+    return 1e3 * median(times_s)
 
 
 def _planning_s(

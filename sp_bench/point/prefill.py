@@ -161,11 +161,11 @@ class _Prompt:
             return run.makespan_s, run.busy_s, float(run.idle_s.max()), least_s
         problem, plan = choice.problem, choice.plans[PHASE]
         graphs = [build_graph(plan, problem, part, use_symmetry=False) for part in self.parts]
-        found = beside(graphs, [part.network(problem.n) for part in self.parts], 0.0, 0, 0.0)
+        timing = beside(graphs, [part.network(problem.n) for part in self.parts], 0.0, 0, 0.0)
         least_s = max(
             part.least_compute_s(graph.work_s(graph.tasks)) for part, graph in zip(self.parts, graphs, strict=True)
         )
-        return found.attention_s, found.busy_s, 0.0, least_s
+        return timing.attention_s, timing.busy_s, 0.0, least_s
 
     def bound(self, chunks: Sequence[Chunk]) -> tuple[dict[str, float], float, str]:
         """(bytes across each class of links per GPU, a lower bound in s, what sets most of it).
@@ -364,17 +364,17 @@ class _Held:
 
 def _held(prompt: _Prompt, choice: Choice) -> _Held:
     """The memory of the chunk that takes most."""
-    found = []
+    by_chunk = []
     for each, together in ((each, chunk) for chunk in prompt.in_chunks(choice) for each in chunk):
         problem, costs = each.problem, prompt.costs(each.problem)
         attention = account.peak_bytes(each.plans.values(), problem, prompt.parts[0].transport)
         if not costs:
-            found.append(_Held(attention, attention))
+            by_chunk.append(_Held(attention, attention))
             continue
         transient = max(attention - costs.cache_bytes + costs.hidden_bytes, costs.activations_bytes)
         peak = costs.parameters_bytes + prompt.cache_bytes([other.problem for other in together]) + transient
-        found.append(_Held(peak, attention, costs.parameters_bytes, costs.activations_bytes))
-    return max(found, key=lambda held: held.peak_bytes)
+        by_chunk.append(_Held(peak, attention, costs.parameters_bytes, costs.activations_bytes))
+    return max(by_chunk, key=lambda held: held.peak_bytes)
 
 
 def _with_sums(traffic: Traffic, chunks: Sequence[Chunk], degree: int) -> Traffic:

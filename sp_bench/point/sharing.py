@@ -16,14 +16,14 @@ def packs(sizes: Sequence[int], capacity: float | None) -> list[list[int]]:
     """
     if capacity is None:
         return [list(range(len(sizes)))]
-    found: list[list[int]] = []
+    bins: list[list[int]] = []
     room: list[float] = []
     for index, size in enumerate(sizes):
         fits = next((i for i, left in enumerate(room) if size <= left), None)
         if fits is None:
-            found.append([])
+            bins.append([])
             room.append(capacity)
-            fits = len(found) - 1
-        found[fits].append(index)
+            fits = len(bins) - 1
+        bins[fits].append(index)
         room[fits] -= size
-    return found
+    return bins

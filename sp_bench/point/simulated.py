@@ -47,12 +47,12 @@ def phases_ms(request: Request, cluster: Cluster) -> dict[str, float]:
     Raises RequestError as least_compute_s does.
     """
     choice = choose_attentions(request)
-    found = {name: 1e3 * _summed_s(request, name, cluster) for name in choice.plans}
+    by_phase = {name: 1e3 * _summed_s(request, name, cluster) for name in choice.plans}
     for i, each in enumerate(choice.attentions):
         for name, plan in each.plans.items():
             times = request.workload.executions(i)[name]
-            found[name] += 1e3 * times * simulate(plan, each.problem, cluster).makespan_s
-    return found
+            by_phase[name] += 1e3 * times * simulate(plan, each.problem, cluster).makespan_s
+    return by_phase
 
 
 def _executed(request: Request, choice: Choice) -> list[tuple[str, int, Run]]:
@@ -176,11 +176,11 @@ def _bounds(request: Request, choice: Choice) -> tuple[dict[str, float], float, 
 
 def time_by_rank(choice: Choice) -> dict[str, list[float]]:
     """Each rank's milliseconds, by phase and kind: busy computing, exposed to transfers, idle after its end."""
-    found = {}
+    by_kind = {}
     for phase, run in choice.runs.items():
         for name, seconds in (("busy", run.busy_s), ("exposed", run.exposed_s), ("idle", run.idle_s)):
-            found[f"{phase}_{name}_ms"] = (1e3 * seconds).tolist()
-    return found
+            by_kind[f"{phase}_{name}_ms"] = (1e3 * seconds).tolist()
+    return by_kind
 
 
 def timeline_of(choice: Choice) -> SimulatedTimeline:

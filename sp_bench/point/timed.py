@@ -68,18 +68,18 @@ def timing_alone(samples: Samples) -> Timing:
 
 def breakdown(request: Request, samples: Samples, ranks: Sequence[RankResult]) -> Breakdown:
     """The times of blocks and transfers of plans, in the step and each alone."""
-    found = _inside(samples, ranks)
+    inside = _inside(samples, ranks)
     if samples.by_rank("blocks").size:
         blocks_ms = rank_medians_ms(samples, "blocks")
-        found = replace(found, rank_imbalance=float(blocks_ms.max() / blocks_ms.mean()))
+        inside = replace(inside, rank_imbalance=float(blocks_ms.max() / blocks_ms.mean()))
     if not request.parts:
-        return found
+        return inside
     medians_ms = {}
     for part in (COMPUTE_ONLY, COMMUNICATION_ONLY):
         by_phase = {phase: slowest_ms(samples, part, phase) for phase in request.phases}
         medians_ms[f"{part}_ms_median"] = float(np.median(np.sum(list(by_phase.values()), axis=0)))
         medians_ms |= {f"{part}_{phase}_ms_median": float(np.median(times)) for phase, times in by_phase.items()}
-    return replace(found, **medians_ms)
+    return replace(inside, **medians_ms)
 
 
 def exposed(found: Breakdown, step_ms: float) -> tuple[Breakdown, list[str]]:
@@ -113,8 +113,8 @@ def with_host_share(
 
 def breakdown_alone(request: Request, samples: Samples, ranks: Sequence[RankResult]) -> Breakdown:
     """The time breakdown of ranks that were executed without their peers."""
-    found = _inside(samples, ranks)
-    return replace(found, compute_only_ms_median=_slowest_rank_ms(samples, COMPUTE_ONLY)) if request.parts else found
+    inside = _inside(samples, ranks)
+    return replace(inside, compute_only_ms_median=_slowest_rank_ms(samples, COMPUTE_ONLY)) if request.parts else inside
 
 
 def cores(found: Breakdown, samples: Samples, machines: Sequence[str]) -> Breakdown:
@@ -143,12 +143,12 @@ def memory(planned: Memory, ranks: Sequence[RankResult]) -> Memory:
         )
     kinds = ranks[0].memory.kinds
     live, grown = [rank.memory.live_bytes for rank in ranks], [rank.memory.grown_bytes for rank in ranks]
-    found = replace(planned, peak_rss_growth_bytes_max=max(grown), peak_rss_growth_bytes_min=min(grown))
+    measured = replace(planned, peak_rss_growth_bytes_max=max(grown), peak_rss_growth_bytes_min=min(grown))
     if not any(live):  # a peer's tensors can't be seen
-        return found
+        return measured
     trained = "gradients, optimizer, " if "gradients" in kinds else ""
     source = f"parameters, {trained}activations and " * bool(kinds) + "the executor's live tensors"
-    return replace(found, peak_mem_source=source, peak_mem_bytes_max=max(live), peak_mem_bytes_min=min(live))
+    return replace(measured, peak_mem_source=source, peak_mem_bytes_max=max(live), peak_mem_bytes_min=min(live))
 
 
 def training_step(request: Request, samples: Samples, ranks: Sequence[RankResult]) -> TrainingStep:

@@ -347,11 +347,11 @@ def _layer(
     if parts[0].cores:
         idle = [part.network(ranks, idle=True) for part in parts]
         waited_s, sent_bytes = alone_s(idle, ranks, sent_bytes, steps), 0.0
-    found = beside(graphs, networks, sent_bytes, steps, before_s)
+    timing = beside(graphs, networks, sent_bytes, steps, before_s)
     return Layer(
-        whole_s=max(found.attention_s + dense_s[1] + summed_s[1], found.collective_s) + waited_s,
-        attention_s=found.attention_s - before_s,
-        busy_s=float(found.busy_s.max()),
+        whole_s=max(timing.attention_s + dense_s[1] + summed_s[1], timing.collective_s) + waited_s,
+        attention_s=timing.attention_s - before_s,
+        busy_s=float(timing.busy_s.max()),
         least_s=max(part.least_compute_s(graph.work_s(graph.tasks)) for part, graph in zip(parts, graphs, strict=True)),
         dense_s=sum(dense_s),
         summed_s=sum(summed_s),

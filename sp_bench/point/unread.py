@@ -37,8 +37,8 @@ def _given(config: Mapping[str, Any], keys: Sequence[str]) -> str:
 def _of_others(workload: str) -> list[str]:
     """The keys of sections that only other workloads read."""
     sections = {key for kind in WORKLOADS.values() for key in kind.keys} - {*WORKLOADS[workload].keys}
-    found = {name: content for name, content in _defaults().items() if name in sections}
-    return [f"{name}.{key}" for name, content in found.items() if isinstance(content, dict) for key in content]
+    sections_read = {name: content for name, content in _defaults().items() if name in sections}
+    return [f"{name}.{key}" for name, content in sections_read.items() if isinstance(content, dict) for key in content]
 
 
 def is_note(text: str) -> bool:

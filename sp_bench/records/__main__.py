@@ -85,16 +85,16 @@ def collect(folders: list[Path], to: Path) -> None:
 
     Raises RequestError if a folder doesn't exist or can't be written.
     """
-    found = gather(folders)
+    gathered = gather(folders)
     try:
-        written = write_tables(found.records.values(), to)
+        written = write_tables(gathered.records.values(), to)
     except OSError as error:
         raise RequestError(f"--to {to}", f"can't be written ({error.strerror})", "--to tables would work") from None
-    moved = [path for path, (folder, why) in found.broken.items() if _set_aside(path, folder, why)]
-    for why in (*found.unread.values(), *found.older.values()):
+    moved = [path for path, (folder, why) in gathered.broken.items() if _set_aside(path, folder, why)]
+    for why in (*gathered.unread.values(), *gathered.older.values()):
         say(f"left out: {why}")
-    print(f"{_count(len(found.records), 'record')}: {', '.join(map(str, written))}")
-    for line in _summary(found, moved):
+    print(f"{_count(len(gathered.records), 'record')}: {', '.join(map(str, written))}")
+    for line in _summary(gathered, moved):
         print(line)
 
 

@@ -30,11 +30,11 @@ def problems_of(path: Path) -> list[str]:
         record = read(path)
     except (OSError, ValueError) as error:
         return [str(error).removeprefix(f"{path}: ")]
-    found = [*_identity(path, record), *_values(record), *_mode(record, beside(path))]
+    problems = [*_identity(path, record), *_values(record), *_mode(record, beside(path))]
     samples = beside(path).get("samples")
     if record.mode == "measure" and record.status == "ok" and samples and record.workload == "attention":
-        found += _samples(record, samples)
-    return found
+        problems += _samples(record, samples)
+    return problems
 
 
 def _identity(path: Path, record: Record) -> Iterator[str]:

@@ -97,14 +97,14 @@ def read(path: Path) -> Record:
 
 def read_all(folder: Path) -> list[Record]:
     """All records of a folder, by run_id. A file that is not a record is left out, with a warning."""
-    found = []
+    records = []
     for path in sorted(folder.glob("*.json")):
         if not is_beside(path):
             try:
-                found.append(read(path))
+                records.append(read(path))
             except (OSError, ValueError) as error:
                 warnings.warn(f"left out: {error}", stacklevel=2)
-    return found
+    return records
 
 
 def is_beside(path: Path) -> bool:

@@ -41,7 +41,7 @@ def gather(folders: Sequence[Path]) -> Gathered:
     for folder in folders:
         if not folder.is_dir():
             raise RequestError(str(folder), "is not a folder", "one with records, such as results, would work")
-    found, seen = Gathered(), set()
+    gathered, seen = Gathered(), set()
     by_id: dict[str, list[tuple[Path, Record]]] = {}
     for folder in folders:
         for path in _files(folder):
@@ -51,14 +51,14 @@ def gather(folders: Sequence[Path]) -> Gathered:
             try:
                 record = read(path)
             except (OtherVersionError, OSError) as error:
-                found.unread[path] = str(error)
+                gathered.unread[path] = str(error)
             except ValueError as error:
-                found.broken[path] = (folder, str(error))
+                gathered.broken[path] = (folder, str(error))
             else:
                 by_id.setdefault(record.run_id, []).append((path, record))
     for _, same in sorted(by_id.items()):
-        _take_newest(found, same)
-    return found
+        _take_newest(gathered, same)
+    return gathered
 
 
 def _take_newest(found: Gathered, same: Sequence[tuple[Path, Record]]) -> None:

@@ -67,14 +67,14 @@ def source_hash(names: tuple[str, ...]) -> str:
 
     Of a folder these are all files below it, whatever their kind, but for caches and hidden ones.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in names:
         top = place(name)
         for path in sorted([top] if top.is_file() else filter(Path.is_file, top.rglob("*"))):
             below = path.relative_to(top)
             if not any(part == CACHE or part.startswith(".") for part in below.parts):
-                found.update(str(name / below).encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:16]
+                digest.update(str(name / below).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @cache

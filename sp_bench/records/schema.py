@@ -56,12 +56,12 @@ def quantities() -> dict[str, Quantity]:
     for part in Record.__mro__[-2::-1]:
         for name, meaning in _rows(part).items():
             part_of[name], meanings[name] = part, meaning
-    found = {}
+    by_name = {}
     for field in fields(Record):
         hint = hints[field.name]
         (kind,) = set(get_args(hint) or (hint,)) - {NoneType} if get_origin(hint) not in (list, dict) else (hint,)
         marks = getattr(marked[field.name], "__metadata__", ())
-        found[field.name] = Quantity(
+        by_name[field.name] = Quantity(
             name=field.name,
             hint=hint,
             kind=get_origin(kind) or kind,
@@ -70,19 +70,19 @@ def quantities() -> dict[str, Quantity]:
             how=part_of[field.name].how,
             shown=next((mark for mark in marks if isinstance(mark, Setting | Result)), None),
         )
-    return found
+    return by_name
 
 
 def _rows(part: type) -> dict[str, str]:
     """The fields that a part declares, and the docstring below each; empty where there is none."""
     body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0]
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    docs = {}
     for row, below in zip(body.body, [*body.body[1:], None], strict=True):
         if isinstance(row, ast.AnnAssign) and isinstance(row.target, ast.Name) and row.target.id != "how":
             text = ast.literal_eval(below.value) if isinstance(below, ast.Expr) else ""
-            found[row.target.id] = " ".join(text.split())
-    return found
+            docs[row.target.id] = " ".join(text.split())
+    return docs
 
 
 def columns() -> dict[str, type]:

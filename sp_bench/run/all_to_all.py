@@ -96,20 +96,20 @@ class AllToAllPieces:
                 _move(place, (theirs[member],) if member != own else mine, add=several)
 
     def _with_others(self, pieces: Sequence[Sequence[Tensor]]) -> list[Message]:
-        found = [(rank, [field[int(self._op.group.digit(rank))] for field in pieces]) for rank in self._others]
-        return [(rank, tensors) for rank, tensors in found if tensors[0].numel()]
+        messages = [(rank, [field[int(self._op.group.digit(rank))] for field in pieces]) for rank in self._others]
+        return [(rank, tensors) for rank, tensors in messages if tensors[0].numel()]
 
     def _staged(self, staging: Mapping[StagingUse, Tensors], use: Literal["send", "recv"]) -> Pieces | None:
         """The staging tensors for `use`; None if the transfer needs no staging."""
         buffers = staging.get(StagingUse(self._op.lane, self._op.send.tensor, use))
         if buffers is None:
             return None
-        found = []
+        pieces = []
         for field, x in zip(by_heads(self._op), buffers, strict=True):
             shapes = self._shapes(field, use)
             ends = [0, *accumulate(map(prod, shapes))]
-            found.append([x.view(-1)[ends[i] : ends[i + 1]].view(shape) for i, shape in enumerate(shapes)])
-        return found
+            pieces.append([x.view(-1)[ends[i] : ends[i + 1]].view(shape) for i, shape in enumerate(shapes)])
+        return pieces
 
     def _shapes(self, field: Field, use: Literal["send", "recv"]) -> list[tuple[int, ...]]:
         """The shape of each member's piece of a field."""

@@ -23,5 +23,5 @@ def annotation(phase: str, index: int) -> str:
 
 def marked(name: str) -> Mark | None:
     """The operation that a range's name stands for; None if it is another's."""
-    found = _NAME.fullmatch(name)
-    return Mark(found[1], int(found[2])) if found else None
+    match = _NAME.fullmatch(name)
+    return Mark(match[1], int(match[2])) if match else None

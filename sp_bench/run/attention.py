@@ -279,10 +279,10 @@ class SequenceParallelAttention(torch.nn.Module):
         mask = self.mask
         if history and isinstance(mask, Packed) and mask.new:
             seqlen = mask.seqlen + mask.cached_tokens
-            found = x.new_zeros((x.shape[0], seqlen, *x.shape[2:]))
+            whole = x.new_zeros((x.shape[0], seqlen, *x.shape[2:]))
             kept = sharding.gathered(x, mask.keys(self.layout, self.n), self.group)
-            found[:, torch.from_numpy(mask.key_places).to(x.device)] = kept
-            return found
+            whole[:, torch.from_numpy(mask.key_places).to(x.device)] = kept
+            return whole
         return sharding.unshard(x, self.layout, self.group, self.n, history)
 
     def positions(self, seqlen: int, history: int = 0) -> Tensor:

@@ -312,13 +312,16 @@ class Blocks:
     def _fused(self, op: Fused) -> Perform | None:
         if self._problem.decodes:
             return self._of_caches(*op.blocks)
-        found = kernel_calls(op, self._problem, self._rank)
+        calls_of_rank = kernel_calls(op, self._problem, self._rank)
         into = {chunk: block.writes for block in op.blocks for chunk in block.reads}
 
         def sums(side: int, chunks: Sequence[Chunk], pieces: UnionPieces) -> list[Sum]:
             return [self._sums.at(into[chunks[number]][side], rows) for number, rows in pieces]
 
-        bound = [(call, sums(0, op.queries, call.q), [] if op.forward else sums(1, op.keys, call.kv)) for call in found]
+        bound = [
+            (call, sums(0, op.queries, call.q), [] if op.forward else sums(1, op.keys, call.kv))
+            for call in calls_of_rank
+        ]
         more, kernel = self._once(*op.blocks), self._kernel_of(op.queries[0])
 
         def fused(run: Execution) -> None:
@@ -409,9 +412,9 @@ class Blocks:
                 run.lap(WAITS)
                 held.partials.add(total, whole)
                 run.lap(FOLDS)
-            elif found := held.parts(part):
+            elif parts := held.parts(part):
                 run.lap(WAITS)
-                for rows, tensors in found:
+                for rows, tensors in parts:
                     some = sums.of(into, rows) if isinstance(rows, range) else sums.at(into, rows)
                     held.partials.add(some, tensors)
                 run.lap(FOLDS)
@@ -461,8 +464,11 @@ class Blocks:
 
     def _calls(self, regions: Regions, *, shared: bool = False) -> list[Window]:
         varlen = self._kernel.takes_varlen(self._problem.head_dim)
-        found = calls(regions, self._device, varlen=varlen, shared=shared)
-        return [Window(c.queries, c.keys, c) if isinstance(c, Pieces) else Window(c.q, c.kv, c.kind) for c in found]
+        kernel_calls_of = calls(regions, self._device, varlen=varlen, shared=shared)
+        return [
+            Window(c.queries, c.keys, c) if isinstance(c, Pieces) else Window(c.q, c.kv, c.kind)
+            for c in kernel_calls_of
+        ]
 
 
 def of_sinks(sinks_H: Tensor, out: Tensor, dout: Tensor, lse_BHS: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class Buffers:
     def _take(self, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """The tensors of one plan."""
         taken: dict[TensorSpec, int] = {}
-        found = []
+        tensors = []
         for spec in specs:
             made, number = self._made.setdefault(spec, []), taken.get(spec, 0)
             taken[spec] = number + 1
@@ -56,8 +56,8 @@ class Buffers:
                 # Never inference tensors: lanes write to these buffers, and later calls may train.
                 with torch.inference_mode(False):
                     made.append(self._transport.empty(spec.shape, getattr(torch, spec.dtype), self._device))
-            found.append(made[number])
-        return found
+            tensors.append(made[number])
+        return tensors
 
 
 class Borrower(Protocol):

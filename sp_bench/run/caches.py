@@ -303,11 +303,11 @@ def _as_a_batch(kernel: BlockKernel, regions: Regions, q: Tensor, k: Tensor, v: 
 
 def _apart(lse: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     """lse_BHS in parts of so many rows, each contiguous: a copy for each run of parts of one size."""
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     first = 0
     for size, alike in groupby(sizes):
         count = len([*alike])
         run = lse.narrow(2, first, count * size).unflatten(2, (count, size))
-        found += run.permute(2, 0, 1, 3).contiguous().unbind()
+        parts += run.permute(2, 0, 1, 3).contiguous().unbind()
         first += count * size
-    return found
+    return parts

@@ -95,11 +95,11 @@ class Agreement:
         try:
             self.store.wait([verdict], self._timeout)
         except RuntimeError as error:
-            found = f"{self.store.add(f'{number} came', 0)} of {self.n} ranks came"
+            answered = f"{self.store.add(f'{number} came', 0)} of {self.n} ranks came"
             seconds = f"{self._timeout.total_seconds():.0f} s"
-            raise RuntimeError(f"only {found} in {seconds} to what rank {self.rank} does: {mine}") from error
-        found = json.loads(self.store.get(verdict))
-        return Refusal(*found) if found else None
+            raise RuntimeError(f"only {answered} in {seconds} to what rank {self.rank} does: {mine}") from error
+        answered = json.loads(self.store.get(verdict))
+        return Refusal(*answered) if answered else None
 
     def differs(self, key: str, mine: str) -> str:
         """The answers of this rank and the first one under a key, by rank; empty if they are the same."""

@@ -116,12 +116,12 @@ class Casting(GroupTransfers):
 
     def _split(self, op: RowCollective, buffers: Tensors, counts: Sequence[int]) -> list[Tensors]:
         """The fields of so many rows of each member, one member behind the other: views."""
-        found = []
+        by_field = []
         for field, x in zip(op.tensor.fields, buffers, strict=True):
             shapes = [self._problem.field_shape(field, rows) for rows in counts]
             ends = [0, *accumulate(map(prod, shapes))]
-            found.append([x.view(-1)[a:b].view(shape) for a, b, shape in zip(ends, ends[1:], shapes, strict=False)])
-        return list(zip(*found, strict=True))
+            by_field.append([x.view(-1)[a:b].view(shape) for a, b, shape in zip(ends, ends[1:], shapes, strict=False)])
+        return list(zip(*by_field, strict=True))
 
     @cached_property
     def _rows(self) -> Mapping[RowCollective, _Rows]:

@@ -113,17 +113,17 @@ class Engine:
         """
         assert (held[0].shape[1] if held else 0) == self.problem.mask.held, "as many as the plans were made for"
         sunk = self._sinks(sinks)
-        found = self._run("forward", {Q: (q,), KV: (k, v)}, action, live, sunk, held)
-        out, *lse = found.pop(O, None) or found.pop(OUT)
+        results = self._run("forward", {Q: (q,), KV: (k, v)}, action, live, sunk, held)
+        out, *lse = results.pop(O, None) or results.pop(OUT)
         if "backward" in self.plans:
             lse = [harmless(x) for x in lse]
-            found = {tensor: _with_harmless_lse(tensor, fields) for tensor, fields in found.items()}
+            results = {tensor: _with_harmless_lse(tensor, fields) for tensor, fields in results.items()}
             needs = {chunk.tensor for chunk in self.plans["backward"].inputs}
-            found |= {KV: (k, v)} if KV in needs else {}
-            found |= {Q: (q,)} if Q in needs else {}
-            found |= {ODOQ: (q, out, *lse)} if ODOQ in needs else {}
-            found |= {SINKS: (sinks,)} if sinks is not None else {}
-        return out, found
+            results |= {KV: (k, v)} if KV in needs else {}
+            results |= {Q: (q,)} if Q in needs else {}
+            results |= {ODOQ: (q, out, *lse)} if ODOQ in needs else {}
+            results |= {SINKS: (sinks,)} if sinks is not None else {}
+        return out, results
 
     def backward(
         self, dout: Tensor, saved: Saved, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
@@ -138,8 +138,8 @@ class Engine:
             q, out, lse = saved[ODOQ]
             inputs[ODOQ] = (q, out, dout, lse)
         sunk = self._sinks(sinks)
-        found = self._run("backward", inputs, action, live, sunk)
-        gradients = (*found[DQ], *found[DKV])
+        results = self._run("backward", inputs, action, live, sunk)
+        gradients = (*results[DQ], *results[DKV])
         if sunk is None or sinks is None:
             return gradients
         if ODOQ not in inputs:  # it is made by heads, and the gradient of sinks with it
@@ -219,13 +219,13 @@ class Engine:
             live.always += self.latents.tensors if self.latents else ()
         whole = self._results(plan)
         views = {c: self._slices(c, whole[c.tensor]) for c in plan.outputs if c.tensor in whole}
-        found = self._executor(phase)(given, action, live, views, sinks, held)
+        results_of = self._executor(phase)(given, action, live, views, sinks, held)
         for tensor in dict.fromkeys(c.tensor for c in plan.ends_with if c.tensor not in whole):
-            whole[tensor] = self._whole(tensor, found, plan)
+            whole[tensor] = self._whole(tensor, results_of, plan)
         of_tokens = {chunk.tensor for chunk in plan.outputs}
         results = whole | {t: tuple(true(x, self.problem, t) for x in whole[t]) for t in of_tokens}
         if live:
-            known = [*given.values(), *found.values(), *whole.values(), *results.values()]
+            known = [*given.values(), *results_of.values(), *whole.values(), *results.values()]
             live.see([*self.buffers.tensors(), *(x for tensors in known for x in tensors)])
         return results
 
@@ -247,13 +247,13 @@ class Engine:
 
     def _results(self, plan: Plan) -> Saved:
         """The tensors, with all heads, that the slices of results are views of."""
-        found = {}
+        tensors = {}
         for tensor in dict.fromkeys(chunk.tensor for chunk in plan.outputs if chunk in self._views(plan)):
             tokens, whole = self.problem.shards_of(tensor).tokens(self._rank), self.problem.in_one_slice
             shapes = [whole.field_shape(field, tokens) for field in tensor.fields]
             dtype = getattr(torch, self.problem.dtype)
-            found[tensor] = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
-        return found
+            tensors[tensor] = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
+        return tensors
 
     def _whole(self, tensor: ChunkTensor, found: Mapping[Chunk, Tensors], plan: Plan) -> Tensors:
         """All head slices of a result together; of what is kept, one after another. Sums are cast to compute dtype."""

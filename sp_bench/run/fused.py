@@ -16,11 +16,11 @@ from sp_bench.run.partials import Tensors, tokens_of
 
 def operands(held: Holdings, chunks: Sequence[Chunk], pieces: Pieces) -> Tensors:
     """The fields of pieces of received chunks, each end to end: (B, S, H, D), or (B, H, S) of statistics."""
-    found = []
+    fields = []
     for number, rows in pieces:
         places = held.among(chunks[number], rows)
-        found.append([tokens_of(x, places) for x in held.chunks[chunks[number]]])
-    return tuple(end_to_end(of_field) for of_field in zip(*found, strict=True))
+        fields.append([tokens_of(x, places) for x in held.chunks[chunks[number]]])
+    return tuple(end_to_end(of_field) for of_field in zip(*fields, strict=True))
 
 
 def end_to_end(parts: Sequence[Tensor]) -> Tensor:

@@ -144,6 +144,6 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """The value of each rank of the group, by rank. All must call it."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, mine, group=group)
+    return values

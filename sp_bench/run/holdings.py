@@ -33,8 +33,8 @@ class Holdings:
 
     def whole(self, chunk: Chunk, tokens: int) -> Tensors | None:
         """Return a received chunk, if all of its tokens have come as one."""
-        found = None if chunk in self._parts else self.chunks.get(chunk)
-        return found if found and found[0].shape[1] == tokens else None
+        fields = None if chunk in self._parts else self.chunks.get(chunk)
+        return fields if fields and fields[0].shape[1] == tokens else None
 
     def parts(self, chunk: Chunk) -> Sequence[tuple[Rows, Tensors]]:
         """Return what has come of a partial as (rows, tensors); nothing if no block was folded into it."""

@@ -231,8 +231,8 @@ class Lanes:
         return exchange
 
     def _find_untouched(self, compute: bool) -> list[Chunk]:
-        found = untouched_partials(self._plan, self._problem, compute=compute)
-        return [chunk for chunk, ranks in found.items() if ranks[self._rank]]
+        ranks_by_chunk = untouched_partials(self._plan, self._problem, compute=compute)
+        return [chunk for chunk, ranks in ranks_by_chunk.items() if ranks[self._rank]]
 
     def _find_standing(self, index: int) -> _Standing:
         op, buffer = self._plan.ops[index], self._lowering.receive_buffers.get(index)
@@ -333,16 +333,16 @@ class Lanes:
     def _find_held(self) -> dict[int, Tensors]:
         """The buffer that holds what a Pass sends on, by transfer; none for inputs, partials and results."""
         at: dict[Chunk, Tensors] = {}
-        found: dict[int, Tensors] = {}
+        buffers: dict[int, Tensors] = {}
         for index, op in self._plan:
             if isinstance(op, Pass) and op.send in at:
-                found[index] = at[op.send]
+                buffers[index] = at[op.send]
             for chunk in op.writes:
                 at.pop(chunk, None)
             standing = self._standing(index) if isinstance(op, Pass | AllToAll) else None
             if standing and standing.receives and standing.into is not None:
                 at[op.writes[0]] = standing.into
-        return found
+        return buffers
 
     def _first_rows(self, buffers: Tensors, chunk: Chunk, tokens: int) -> Tensors:
         """Return contiguous views of `buffers` with room for `tokens` tokens of the chunk."""

@@ -229,8 +229,8 @@ class NcclTransport(Transport):
         members = self._members(group)
         parts = self._parts(lane, members) if peer is not None else [(lane, members, Part.WHOLE)]
         number = next(i for i, (_, ranks, _) in enumerate(parts) if peer is None or peer in ranks)
-        found = parts[number]
-        return _End(number, self._communicator(*found), 0 if peer is None else found[1].index(peer))
+        part = parts[number]
+        return _End(number, self._communicator(*part), 0 if peer is None else part[1].index(peer))
 
     @property
     def communicators(self) -> tuple[str, ...]:

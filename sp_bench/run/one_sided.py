@@ -153,11 +153,11 @@ class OneSidedTransport(Transport):
 
 def incoming_signals(plans: Iterable[Plan], rank: int) -> list[Signal]:
     """The signals that a rank may wait for in these plans, from ranks of any node."""
-    found = dict[Signal, None]()
+    signals = dict[Signal, None]()
     for plan in plans:
         for op in plan.ops:
             if isinstance(op, Pass):
                 lane = plan.lanes.index(op.lane)
                 ends = (int(op.target(rank)), FREE), (int(op.source(rank)), DATA)
-                found |= {Signal(peer, lane, says): None for peer, says in ends if peer != rank}
-    return list(found)
+                signals |= {Signal(peer, lane, says): None for peer, says in ends if peer != rank}
+    return list(signals)

@@ -166,19 +166,19 @@ class Partials:
         if all(total.stays and total.whole for total in into) and _as_held(into[0].dtype, parts):
             self._held.update((total.chunk, part) for total, part in zip(into, parts, strict=True))
             return
-        alone, totals, found = len(parts) == 1, [], []
+        alone, totals, to_fold = len(parts) == 1, [], []
         for total, part in zip(into, parts, strict=True):
             if alone or not total.whole or total.chunk not in self._held:
                 self.add_part(total, part, alone=alone)
             else:
                 totals.append(self._sum(total))
-                found.append(part)
+                to_fold.append(part)
         if not totals:
             return
         if into[0].chunk.tensor.is_output:
-            fold_each_(totals, found)
+            fold_each_(totals, to_fold)
         else:
-            add_(tuple(chain(*totals)), tuple(chain(*found)))
+            add_(tuple(chain(*totals)), tuple(chain(*to_fold)))
 
     def put_rows(self, chunk: Chunk, part: Tensors) -> None:
         """Keep the whole gradient of rows of which others have the rest (plan.casts)."""

@@ -39,15 +39,15 @@ def first_timeout(timeout: timedelta) -> timedelta:
 
 def before_use(group: dist.ProcessGroup, uses: Set[Hashable], timeout: timedelta) -> None:
     """Set the timeout of a group's next operation: the longer one if any of its `uses` is new, such as a peer."""
-    found = _used.get(group)
-    if found is None:
-        found = _used[group] = _Used()
+    usage = _used.get(group)
+    if usage is None:
+        usage = _used[group] = _Used()
     wanted = timeout
-    if not uses <= found.opened:
+    if not uses <= usage.opened:
         wanted = first_timeout(timeout)
-        found.opened |= uses
-    if wanted is not found.timeout and wanted != found.timeout:
+        usage.opened |= uses
+    if wanted is not usage.timeout and wanted != usage.timeout:
         from torch.distributed import distributed_c10d as c10d
 
         c10d._set_pg_timeout(wanted, group)
-        found.timeout = wanted
+        usage.timeout = wanted

@@ -143,9 +143,9 @@ def _mapped(file: int, offset: int, size: int) -> Tensor:
 
 
 def _polled(pipe: int) -> select.poll:
-    found = select.poll()
-    found.register(pipe, select.POLLIN)
-    return found
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    return poll
 
 
 def _close(files: Iterable[int]) -> None:

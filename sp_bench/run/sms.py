@@ -97,9 +97,11 @@ def share(
             raise RequestError(f"kernel.sm_margin={margin}", "a CPU has no SMs", "kernel.sm_margin=auto would work")
         return None
     gpu = torch.cuda.get_device_properties(device)
-    found = shares(kernel, plans, gpu.multi_processor_count, margin)
-    kernel.sm_margin = found.margin or 0
+    of_device = shares(kernel, plans, gpu.multi_processor_count, margin)
+    kernel.sm_margin = of_device.margin or 0
     if gpu.major in kernel.persistent_on and not kernel.has_margin:
         held = f"{kernel.name} holds all SMs through a whole block on GPUs of compute capability {gpu.major}.x"
-        found = replace(found, note=f"{held}: a transfer that becomes ready meanwhile waits for the end of the block")
-    return found
+        of_device = replace(
+            of_device, note=f"{held}: a transfer that becomes ready meanwhile waits for the end of the block"
+        )
+    return of_device

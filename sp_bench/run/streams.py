@@ -258,13 +258,13 @@ def needed_waits(plan: Plan, waits: Sequence[Waits]) -> list[tuple[int, ...]]:
     at_end: list[dict[str, int]] = []
     needed = []
     for index, op in plan:
-        mine, found = known[op.stream], []
+        mine, own = known[op.stream], []
         for stream, last in sorted(waits[index], key=lambda wait: -wait[1]):
             if mine.get(stream, -1) < last:
-                found.append(last)
+                own.append(last)
                 for other, at in {**at_end[last], stream: last}.items():
                     mine[other] = max(at, mine.get(other, -1))
-        needed.append(tuple(found))
+        needed.append(tuple(own))
         at_end.append(dict(mine))
     return needed
 
@@ -371,7 +371,7 @@ class DeviceStreams(Streams):
 def _let_go(plan: Plan, waits: Sequence[Waits]) -> list[tuple[int, ...]]:
     """By operation, the transfers of partials that the blocks' stream has first waited for before it."""
     sent: dict[str, list[int]] = {lane: [] for lane in plan.lanes}
-    found = []
+    by_operation = []
     for index, op in plan:
         ended: list[int] = []
         if op.stream != BLOCKS:
@@ -380,5 +380,5 @@ def _let_go(plan: Plan, waits: Sequence[Waits]) -> list[tuple[int, ...]]:
             for lane, last in waits[index]:
                 ended += [transfer for transfer in sent[lane] if transfer <= last]
                 sent[lane] = [transfer for transfer in sent[lane] if transfer > last]
-        found.append(tuple(ended))
-    return found
+        by_operation.append(tuple(ended))
+    return by_operation

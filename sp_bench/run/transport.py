@@ -372,12 +372,12 @@ class AloneTransport(Transport):
 
 def collective_groups(plans: Iterable[Plan]) -> list[tuple[int, Group]]:
     """(number of the lane, group) of the library's collectives, in the order of first use, upward groups only."""
-    found: dict[tuple[int, Group], None] = {}
+    groups: dict[tuple[int, Group], None] = {}
     for plan in plans:
         for op in plan.ops:
             if isinstance(op, Collective) and not by_messages(op) and op.group.size > 1:
-                found[plan.lanes.index(op.lane), op.group._replace(way=UP)] = None
-    return list(found)
+                groups[plan.lanes.index(op.lane), op.group._replace(way=UP)] = None
+    return list(groups)
 
 
 def members_of(group: Group, rank: int) -> Members:

@@ -118,17 +118,17 @@ class Run:
 
     def waits(self, rank: int) -> list[Span]:
         """The waits of one rank: on each lane what arrives, and as `WAITING` when its blocks wait before it ends."""
-        kind, found, idle_from_s = self.graph.quotient.orbit[rank], [], 0.0
+        kind, spans, idle_from_s = self.graph.quotient.orbit[rank], [], 0.0
         starts, ends = self.graph.by_rank(self.start_s), self.graph.by_rank(self.finish_s)
         arrivals = self._arrivals(np.array([rank]))
         for item, (stream, label), times in zip(self.graph.items, self._names, arrivals, strict=True):
             if isinstance(item.what, Segment):
                 rows = list(item.rows)
-                found.append(Span(WAITING, label, idle_from_s, float(starts[rows, kind].min())))
+                spans.append(Span(WAITING, label, idle_from_s, float(starts[rows, kind].min())))
                 idle_from_s = float(ends[rows, kind].max())
             elif times:
-                found.append(Span(stream, label, *(float(time[0]) for time in times)))
-        return [*found, Span(WAITING, "the end", idle_from_s, float(self.ended_s[rank]))]
+                spans.append(Span(stream, label, *(float(time[0]) for time in times)))
+        return [*spans, Span(WAITING, "the end", idle_from_s, float(self.ended_s[rank]))]
 
     def _arrivals(self, ranks: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray] | None]:
         """When what each item brings begins and ends to arrive at each of `ranks`; None of one that brings nothing."""
@@ -156,15 +156,15 @@ class Run:
     @cached_property
     def _names(self) -> list[tuple[str, str]]:
         """The stream and label of each item, the same on all ranks."""
-        found = []
+        names = []
         for item in self.graph.items:
             if isinstance(item.what, Segment):
-                found.append((BLOCKS, f"{len(item.what.ops)} operations from {self.plan.ops[item.what.ops[0]]}"))
+                names.append((BLOCKS, f"{len(item.what.ops)} operations from {self.plan.ops[item.what.ops[0]]}"))
             else:
                 op = self.plan.ops[item.what]
                 assert isinstance(op, Transfer)
-                found.append((op.lane, str(op.reads[0]) if op.reads else str(None)))
-        return found
+                names.append((op.lane, str(op.reads[0]) if op.reads else str(None)))
+        return names
 
 
 def simulate(
@@ -177,8 +177,8 @@ def simulate(
     almost equally long, each as slow as the slowest: enough to rank variants (`Run.exact` says if it did).
     """
     graph = build_graph(plan, problem, cluster, use_symmetry=use_symmetry, nearly_alike=use_symmetry)
-    found = _run(plan, graph, cluster, exact=graph.exact)
-    return found if nearly_alike else exactly(found, problem, cluster)
+    run = _run(plan, graph, cluster, exact=graph.exact)
+    return run if nearly_alike else exactly(run, problem, cluster)
 
 
 def least_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:

@@ -51,14 +51,14 @@ def beside(
         assert n == graph.quotient.orbit.size, "the collective sees every rank"
         legs = ring_traffic(network, network.gpu.size, sent_bytes) if sent_bytes else []
         parts.append(_added(graph.tasks, n, network, legs, steps, before_s))
-    timing, first, found = solve(_joined(parts)), 0, []
+    timing, first, times = solve(_joined(parts)), 0, []
     for graph, part in zip(graphs, parts, strict=True):
         n, tasks, end = graph.quotient.ranks.size, first + graph.tasks.delay_s.size, first + part.delay_s.size
         own = Timing(start_s=timing.start_s[first:tasks], finish_s=timing.finish_s[first:tasks])
         ended = float(timing.finish_s[tasks + n : end].max(initial=0.0))
-        found.append((own.makespan_s, ended, graph.busy_s(own)))
+        times.append((own.makespan_s, ended, graph.busy_s(own)))
         first = end
-    attention_s, collective_s, busy_s = zip(*found, strict=True)
+    attention_s, collective_s, busy_s = zip(*times, strict=True)
     return Together(max(attention_s), max(collective_s), np.max(busy_s, axis=0))
 
 

@@ -119,11 +119,11 @@ class BlockCosts:
 
     def joinable(self) -> list[tuple[int, ...]]:
         """Rows of blocks of the whole plan that fold into the same chunks, if blocks are joined at all."""
-        found: dict[Chunk, list[int]] = {}
+        by_target: dict[Chunk, list[int]] = {}
         for index, op in self._plan if self.joins else ():
             if isinstance(op, Attend | AttendBackward):
-                found.setdefault(op.writes[0], []).append(self.classes.first[index])
-        return [*map(tuple, found.values())]
+                by_target.setdefault(op.writes[0], []).append(self.classes.first[index])
+        return [*map(tuple, by_target.values())]
 
     def by_rank(self, index: int, op: Fused | Gathered) -> list[np.ndarray]:
         """Costs that may differ by rank, in seconds: [(n,), ...]. Those of other blocks follow from their classes."""
@@ -159,7 +159,7 @@ class BlockCosts:
 
     def _find_gathered_folds_s(self, index: int, op: Gathered) -> np.ndarray:
         """Seconds of folding what its calls have of queries that see a key, and of the rank's own keys: (n,)."""
-        problem, found = self._problem, []
+        problem, seconds = self._problem, []
         works, of = works_of(op, problem)
         for work in works:
             total_s = 0.0
@@ -168,8 +168,8 @@ class BlockCosts:
                 share = rows / problem.shards_of(chunk.tensor).largest
                 first = self._flow.starts(index, chunk)
                 total_s += self._device.fold_s(problem, chunk.tensor, first=first, share=share, sliced=True)
-            found.append(total_s)
-        return np.array(found)[of]
+            seconds.append(total_s)
+        return np.array(seconds)[of]
 
     def _find_joined_s(self, rows: tuple[int, ...]) -> np.ndarray:
         """Ranks that split a chunk's heads have the same calls: (n,)."""
@@ -212,7 +212,7 @@ class BlockCosts:
         )
         combinations = (tuple(map(int, each)) for each in kinds.T)
         rows = (tuple(each[i : i + columns] for i in range(0, len(each), columns)) for each in combinations)
-        return np.array([cost_s(calls_of(self._problem, found)) for found in rows], float)[kind.ravel()]
+        return np.array([cost_s(calls_of(self._problem, row)) for row in rows], float)[kind.ravel()]
 
     def _calls_s(self, op: Fused, calls: Calls, in_place: tuple[bool, bool]) -> float:
         device, problem, phase = self._device, self._problem, self._plan.phase

@@ -410,7 +410,7 @@ class _Builder:
         return self.alike[key]
 
     def _find_flows(self, index: int, op: Transfer, hidden_s: np.ndarray | float) -> list[_Flow]:
-        found, paths = [], [self._path(*pair) for pair in peers(op)]
+        flows, paths = [], [self._path(*pair) for pair in peers(op)]
         sends, receives = self.costs.moves(index, op, self.ranks)
         staged_s = self.costs.staged_s(index, op, self.ranks) * sends
         sizes = messages(op, self.problem, self.ranks, self.costs.wanted.get(index))
@@ -430,9 +430,9 @@ class _Builder:
             over = self._over_cores(path._replace(loads=loads, rate_cap=rate_cap), wire)
             sent = np.broadcast_to(np.asarray(message.bytes - wire.later_bytes, float), self.ranks.size)
             later = np.asarray(wire.later_bytes) if np.any(wire.later_bytes) else None
-            found.append(_Flow(latency_s + staged_s, sent, over, wire.weight, sends, receives, later))
+            flows.append(_Flow(latency_s + staged_s, sent, over, wire.weight, sends, receives, later))
             staged_s = 0.0 * staged_s if isinstance(op, TreeReduce) else staged_s
-        return found
+        return flows
 
     def _path(self, group: Group | Exchange, shift: int) -> Path:
         """The path of every simulated rank's message to the rank `shift` ahead in the group."""

@@ -159,7 +159,7 @@ class OperationCosts:
         return np.maximum(seconds, calls * self._device.implementation.host_s_per_block)
 
     def _summed(self, segment: Sequence[int], ranks: np.ndarray) -> _Summed:
-        found, merged = _Summed(), set[Chunk]()
+        summed, merged = _Summed(), set[Chunk]()
         joined: dict[Chunk, tuple[list[int], float]] = {}
         """By chunk of results, the rows of the blocks that are one call for it, and the seconds of its fold."""
         ops = (self._plan.ops[index] for index in segment)
@@ -174,24 +174,24 @@ class OperationCosts:
                         joined[into] = [], self._blocks.joined_fold_s(index, op)
                     joined[into][0].append(row)
                     merged.add(into)
-                found.rows.append(row)
+                summed.rows.append(row)
                 of_several = joins and blocks_of[into] > 1
-                found.tables.append(self._blocks.with_folds_s(index, op, merged, joined=of_several))
-                found.counts.append(into not in merged)
+                summed.tables.append(self._blocks.with_folds_s(index, op, merged, joined=of_several))
+                summed.counts.append(into not in merged)
             elif isinstance(op, Block):
                 kernels_s = self._blocks.kernels_s(index, op, ranks)
-                found.rest_s = found.rest_s + kernels_s
-                found.rest_s = found.rest_s + (kernels_s > 0) * self._blocks.folds_s(index, op, ranks, merged)
-                found.calls = found.calls + (kernels_s > 0) * (op.writes[0] not in merged)
+                summed.rest_s = summed.rest_s + kernels_s
+                summed.rest_s = summed.rest_s + (kernels_s > 0) * self._blocks.folds_s(index, op, ranks, merged)
+                summed.calls = summed.calls + (kernels_s > 0) * (op.writes[0] not in merged)
             else:
-                found.rest_s = found.rest_s + self._elsewhere_s(index, op, ranks)
+                summed.rest_s = summed.rest_s + self._elsewhere_s(index, op, ranks)
             if isinstance(op, Block) and joins:
                 merged |= {*op.writes}
         for rows, fold_s in joined.values():
             kernels_s = self._blocks.joined_s(rows, ranks)
-            found.rest_s = found.rest_s + kernels_s + (kernels_s > 0) * fold_s
-            found.calls = found.calls + (kernels_s > 0)
-        return found
+            summed.rest_s = summed.rest_s + kernels_s + (kernels_s > 0) * fold_s
+            summed.calls = summed.calls + (kernels_s > 0)
+        return summed
 
     def results_s(self) -> float:
         """Seconds of casting the results to the compute dtype, and of taking the true heads out of padded ones."""
@@ -323,16 +323,16 @@ def work_s(plan: Plan, problem: Problem, cluster: Cluster, ranks: np.ndarray) ->
 
 def _brought(plan: Plan) -> dict[int, Pass | GroupReduce]:
     """By fold or transfer, the transfer that brought its operand, where that may have sent only some rows of it."""
-    brings, found = dict[Chunk, Pass | GroupReduce](), dict[int, Pass | GroupReduce]()
+    brings, brought_by = dict[Chunk, Pass | GroupReduce](), dict[int, Pass | GroupReduce]()
     for index, op in plan:
         operand = op.part if isinstance(op, Fold) else op.send if isinstance(op, Pass) else None
         if operand and (hop := brings.get(operand)) and (isinstance(hop, GroupReduce) or hop.against):
-            found[index] = hop
+            brought_by[index] = hop
         if isinstance(op, Pass):
             brings[op.recv] = op
         elif isinstance(op, GroupReduce):
             brings[op.writes[0]] = op
-    return found
+    return brought_by
 
 
 def _of_each(shares: np.ndarray, seconds: Callable[[float], float]) -> np.ndarray:

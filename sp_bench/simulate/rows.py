@@ -145,12 +145,12 @@ class Rows:
         numbers = np.array([self.own if tasks.ranks is None else tasks.ranks for tasks in all_deps], np.int32)
         numbers += self.n * rows[:, None].astype(np.int32)
         counts = np.array([len(deps) for deps in self.deps])
-        first, found = np.cumsum(counts) - counts, np.empty(numbers.size, np.int32)
+        first, predecessors = np.cumsum(counts) - counts, np.empty(numbers.size, np.int32)
         for count in np.unique(counts[counts > 0]).tolist():  # from (count, n) of each row to (n, count)
             some = first[counts == count]
             by_rank = numbers[some[:, None] + np.arange(count)].transpose(0, 2, 1)
-            found.reshape(-1, self.n)[some[:, None] + np.arange(count)] = by_rank.reshape(-1, count, self.n)
-        return found
+            predecessors.reshape(-1, self.n)[some[:, None] + np.arange(count)] = by_rank.reshape(-1, count, self.n)
+        return predecessors
 
 
 def _by_task(links: np.ndarray, loads: np.ndarray) -> Crossed:

@@ -37,13 +37,13 @@ def rotations(plan: Plan, network: Network) -> Sequence[Permutation]:
 @lru_cache(maxsize=64)
 def _rotations(groups: tuple[Group | Exchange, ...], n: int, network: Network) -> Sequence[Permutation]:
     """Cached, as the plans of a method's phases and layouts have the same groups."""
-    ranks, found = np.arange(n), []
+    ranks, rotations = np.arange(n), []
     for group in groups:
         if isinstance(group, Group):
             moves = (group.member(ranks, shift) for shift in divisors(group.size)[:-1])
             fitting = (move for move in moves if _commutes(move, groups) and network.moved(move) is not None)
-            found += [move for move in [next(fitting, None)] if move is not None]
-    return tuple(found)
+            rotations += [move for move in [next(fitting, None)] if move is not None]
+    return tuple(rotations)
 
 
 def _groups(op: Transfer) -> tuple[Group | Exchange, ...]:

@@ -98,7 +98,7 @@ def _kernel_of(op: Transfer) -> str:
 
 
 def _rows(phase: str, run: Run, cluster: Cluster, traces: Mapping[int, Trace]) -> list[Row]:
-    node, found = cluster.node_of(run.plan.n), []
+    node, rows = cluster.node_of(run.plan.n), []
     spans = {rank: run.spans(rank) for rank in traces}
     for i, item in enumerate(run.graph.items):
         indices = item.what.ops if isinstance(item.what, Segment) else [item.what]
@@ -117,8 +117,8 @@ def _rows(phase: str, run: Run, cluster: Cluster, traces: Mapping[int, Trace]) -
         measured_s, simulated_s = float(over_ranks(measured)), float(over_ranks(simulated))
         if measured_s > 0 and simulated_s > 0:  # else nothing is sent or computed on these ranks
             label = f"{indices[0]}: {op}{more}"
-            found.append(Row(phase=phase, label=label, kind=kind, measured_s=measured_s, simulated_s=simulated_s))
-    return found
+            rows.append(Row(phase=phase, label=label, kind=kind, measured_s=measured_s, simulated_s=simulated_s))
+    return rows
 
 
 def _median_s(trace: Trace, mark: Mark, rank: int) -> float:
@@ -154,10 +154,10 @@ def refit(request: Request, rows: Sequence[Row], name: str) -> dict[str, Any]:
 
 def steps(choice: Choice, traces: Mapping[int, Trace], config: Mapping[str, Any]) -> list[Steps]:
     """The time of each phase, traced, simulated, and simulated with the refitted cluster."""
-    cluster, found = Cluster.build(config), []
+    cluster, times = Cluster.build(config), []
     for phase, run in choice.runs.items():
         ranks = list(traces)
-        found.append(
+        times.append(
             Steps(
                 phase=phase,
                 measured_s=max(_phase_s(trace, phase) for trace in traces.values()),
@@ -165,7 +165,7 @@ def steps(choice: Choice, traces: Mapping[int, Trace], config: Mapping[str, Any]
                 refit_s=float(simulate(choice.plans[phase], choice.problem, cluster).ended_s[ranks].max()),
             )
         )
-    return found
+    return times
 
 
 def _phase_s(trace: Trace, phase: str) -> float:

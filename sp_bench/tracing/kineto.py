@@ -92,7 +92,7 @@ def _joined(samples: Sequence[Sample], executions: int) -> list[Sample]:
 
 
 def _collectives(events: Iterable[Mapping[str, Any]]) -> list[Collective]:
-    found = []
+    collectives = []
     for event in sorted(events, key=lambda event: event["ts"]):
         kernel = NCCL_KERNEL.match(str(event["name"])) if event.get("cat") == "kernel" else None
         if kernel:
@@ -100,5 +100,7 @@ def _collectives(events: Iterable[Mapping[str, Any]]) -> list[Collective]:
             elements, width = arguments.get("In msg nelems"), ELEMENT_BYTES.get(arguments.get("dtype", ""))
             message_bytes = int(elements) * width if elements is not None and width else None
             start_s, seconds = 1e-6 * event["ts"], 1e-6 * event["dur"]
-            found.append(Collective(name=kernel[1], start_s=start_s, seconds=seconds, message_bytes=message_bytes))
-    return found
+            collectives.append(
+                Collective(name=kernel[1], start_s=start_s, seconds=seconds, message_bytes=message_bytes)
+            )
+    return collectives

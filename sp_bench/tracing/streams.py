@@ -35,13 +35,13 @@ class Kernel:
 
 def kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
     """The kernels and copies among a trace's events."""
-    found = []
+    spans = []
     for event in events:
         category, name = str(event.get("cat", "")).lower(), str(event["name"])
         if category not in ON_GPU:
             continue
         named, arguments = NAMED.match(name), event.get("args", {})
-        found.append(
+        spans.append(
             Kernel(
                 name=(named[1] or named[2]) if named else name,
                 kind=COMMUNICATION if named else COMPUTE if category == "kernel" else COPY,
@@ -49,18 +49,18 @@ def kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
                 span=(1e-6 * event["ts"], 1e-6 * (event["ts"] + event["dur"])),
             )
         )
-    return found
+    return spans
 
 
 def union(spans: Iterable[Interval]) -> list[Interval]:
     """The spans in order, joined where they overlap."""
-    found: list[Interval] = []
+    joined: list[Interval] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            joined.append((start, end))
+    return joined
 
 
 def seconds(spans: Iterable[Interval]) -> float:
@@ -79,27 +79,27 @@ def lines(label: str, of_rank: Sequence[Kernel]) -> list[str]:
     every = [kernel.span for kernel in of_rank]
     whole = max(end for _, end in every) - min(start for start, _ in every)
     idle = max(0.0, 1 - seconds(every) / whole)
-    found = [f"{label}: {_ms(whole)} from the first kernel's start to the last one's end, idle {idle:.1%}"]
-    found.append(f"  {'stream':<22} {'kernels':>8} {'busy, ms':>10} {'of span':>8}")
+    text = [f"{label}: {_ms(whole)} from the first kernel's start to the last one's end, idle {idle:.1%}"]
+    text.append(f"  {'stream':<22} {'kernels':>8} {'busy, ms':>10} {'of span':>8}")
     for stream, group in groupby(sorted(of_rank, key=lambda kernel: kernel.stream), key=lambda kernel: kernel.stream):
         on_it = list(group)
         what = "+".join(kind for kind in by_kind if any(kernel.kind == kind for kernel in on_it))
         busy = seconds(kernel.span for kernel in on_it)
-        found.append(f"  {f'{stream[1]} {what}':<22} {len(on_it):>8} {1e3 * busy:>10.4g} {busy / whole:>8.0%}")
+        text.append(f"  {f'{stream[1]} {what}':<22} {len(on_it):>8} {1e3 * busy:>10.4g} {busy / whole:>8.0%}")
     compute, communication = by_kind[COMPUTE], by_kind[COMMUNICATION]
     totals = {kind: seconds(spans) for kind, spans in by_kind.items()}
-    found += [f"  {kind}: {_ms(total)}, {total / whole:.1%} of the span" for kind, total in totals.items()]
+    text += [f"  {kind}: {_ms(total)}, {total / whole:.1%} of the span" for kind, total in totals.items()]
     if total := totals[COMMUNICATION]:
         bare = exposed_s(communication, compute)
-        found.append(f"  overlapped: {_ms(total - bare)}, {1 - bare / total:.1%} of communication")
-        found.append(f"  exposed: {_ms(bare)}, {bare / whole:.1%} of the span")
-        found.append(f"  {'exposed by collective':<22} {'number':>8} {'all, ms':>10} {'exposed, ms':>12}")
+        text.append(f"  overlapped: {_ms(total - bare)}, {1 - bare / total:.1%} of communication")
+        text.append(f"  exposed: {_ms(bare)}, {bare / whole:.1%} of the span")
+        text.append(f"  {'exposed by collective':<22} {'number':>8} {'all, ms':>10} {'exposed, ms':>12}")
         names = sorted({kernel.name for kernel in of_rank if kernel.kind == COMMUNICATION})
         for name in names:
             own = [kernel.span for kernel in of_rank if kernel.kind == COMMUNICATION and kernel.name == name]
             times = f"{1e3 * seconds(own):>10.4g} {1e3 * exposed_s(own, compute):>12.4g}"
-            found.append(f"  {name:<22} {len(own):>8} {times}")
-    return found
+            text.append(f"  {name:<22} {len(own):>8} {times}")
+    return text
 
 
 def _ms(time_s: float) -> str:

@@ -91,12 +91,12 @@ def main(argv: list[str] | None = None) -> int:
 def _documents(arguments: list[str]) -> int:
     require("analysis", "validating")
     out = folder_of(arguments)
-    found = simulated(bars())
-    found.to_csv(out / "published_documents.csv", index=False)
-    FILE.write_text(written([*(row for kind, row in known().items() if kind.mask != PACKS), *backing(found)]))
-    alike, count, _ = pairs(found)
-    median = found["error_left_out"].abs().median()
-    print(f"{len(found)} bars: median error left out {median:.1%}; {alike} of {count} pairs are in order")
+    frame = simulated(bars())
+    frame.to_csv(out / "published_documents.csv", index=False)
+    FILE.write_text(written([*(row for kind, row in known().items() if kind.mask != PACKS), *backing(frame)]))
+    alike, count, _ = pairs(frame)
+    median = frame["error_left_out"].abs().median()
+    print(f"{len(frame)} bars: median error left out {median:.1%}; {alike} of {count} pairs are in order")
     return 0
 
 
@@ -174,7 +174,7 @@ def _factor(row: Mapping[str, str], rows: Sequence[Mapping[str, str]], seen: Seq
 
 def _of_packs(row: Mapping[str, str], composed: Mapping[str, Any]) -> Simulated:
     gpus, phase = int(row["gpus"]), row["phase"]
-    found, unfitted, kinds = [], [], list[Kind]()
+    with_fit, unfitted, kinds = [], [], list[Kind]()
     for seed in draws(gpus * TOKENS_A_GPU):
         config = copy.deepcopy({**composed})
         config |= {"gpus": gpus, "seqlen": gpus * TOKENS_A_GPU, "phase": phase, "seed": seed}
@@ -185,9 +185,9 @@ def _of_packs(row: Mapping[str, str], composed: Mapping[str, Any]) -> Simulated:
         config["cluster"]["device"]["rates"]["flash_attn_3"]["variable_block_s"] = {}
         alone, kind = _tflops(config)
         unfitted.append(alone)
-        found.append(alone if rate is None else rate)
+        with_fit.append(alone if rate is None else rate)
         kinds.append(kind)
-    return Simulated(np.array(found), np.array(unfitted), max(kinds, key=kinds.count))
+    return Simulated(np.array(with_fit), np.array(unfitted), max(kinds, key=kinds.count))
 
 
 def _tflops(config: Mapping[str, Any]) -> tuple[float, Kind]:

@@ -62,11 +62,11 @@ class LeftOut:
 
     def without(self, row: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, Any]:
         """The config of a measurement without what was fitted to its source."""
-        found = _copy(config)
+        without_fit = _copy(config)
         for index, fit in enumerate(fits()):
             if not _concerns(fit, row, config):
                 continue
-            section = _section(found, fit)
+            section = _section(without_fit, fit)
             for path, value in fit.get("points", {}).items():
                 *above, last = path.split(".")
                 place = reduce(lambda at, key: at[key], above, section)
@@ -75,7 +75,7 @@ class LeftOut:
             for table, prior in fit.get("scale", {}).items():
                 factor = self.refitted(index, table.partition("_")[0]) or 1.0
                 section[table] = {tokens: rate * prior * factor for tokens, rate in section[table].items()}
-        return found
+        return without_fit
 
     def refitted(self, index: int, phase: str) -> float | None:
         """A factor on the prior rates of a phase of fit number `index`, from the other sources; None if none has it."""

@@ -169,14 +169,14 @@ def _measure(
     on_cores = first.devices.kind == "cpu"
     reference = resolve({**first.config, "parts": True})
     extra = [reference] if on_cores and reference.run_id not in [request.run_id for request in new] else []
-    found = {outcome.record.run_id: outcome.record for outcome in run([*extra, *new])}
+    records = {outcome.record.run_id: outcome.record for outcome in run([*extra, *new])}
     if not on_cores:
-        return found, 1.0
-    record = found[reference.run_id]
+        return records, 1.0
+    record = records[reference.run_id]
     if record.status == "ok":
-        return found, speed_of(reference, record)
+        return records, speed_of(reference, record)
     say(f"the speed of the cores is not known, and taken to be as calibrated: {record.error}")
-    return found, None
+    return records, None
 
 
 def at_speed_ms(request: Request, speed: float) -> dict[str, float]:
@@ -195,10 +195,10 @@ def row(measured: Record, simulated: Record, speed: float | None, simulated_ms: 
     """
     hosts = (measured.config or {}).get("cluster", {}).get("hosts") or {}
     shape = ("method", "variant", "cluster", "gpus", "seqlen", "causal", "heads")
-    found = {key: getattr(measured, key) for key in shape}
+    fields = {key: getattr(measured, key) for key in shape}
     for tier in ("link", "uplink"):
-        found[f"{tier}_mbit_per_s"] = (hosts.get(f"{tier}_bytes_per_s") or 0) * 8e-6 or None
-    found |= {
+        fields[f"{tier}_mbit_per_s"] = (hosts.get(f"{tier}_bytes_per_s") or 0) * 8e-6 or None
+    fields |= {
         "hosts_per_leaf": hosts.get("hosts_per_leaf"),
         "status": measured.status,
         "why": measured.error or simulated.error,
@@ -209,9 +209,9 @@ def row(measured: Record, simulated: Record, speed: float | None, simulated_ms: 
     times_ms = {"step": sum(simulated_ms.values()), **simulated_ms} if simulated_ms else {}
     for phase in ("step", "forward", "backward"):
         phase_ms = getattr(measured, f"{phase}_ms_median")
-        found |= {f"{phase}_measured_ms": phase_ms, f"{phase}_simulated_ms": times_ms.get(phase)}
-        found[f"{phase}_error"] = _error(times_ms.get(phase), phase_ms)
-    return found | {
+        fields |= {f"{phase}_measured_ms": phase_ms, f"{phase}_simulated_ms": times_ms.get(phase)}
+        fields[f"{phase}_error"] = _error(times_ms.get(phase), phase_ms)
+    return fields | {
         "speed": speed,
         "step_as_calibrated_ms": simulated.step_ms_median,
         "step_error_as_calibrated": _error(simulated.step_ms_median, measured.step_ms_median),

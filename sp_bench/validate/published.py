@@ -57,12 +57,12 @@ def main(argv: list[str] | None = None) -> int:
 def _published(arguments: list[str]) -> int:
     require("analysis", "validating")
     out = folder_of(arguments)
-    found = both()
-    found.to_csv(out / "published.csv", index=False)
+    frame = both()
+    frame.to_csv(out / "published.csv", index=False)
     of_packs = [row for kind, row in known().items() if kind.mask == PACKS]
-    rows = [*backing(found), *steps.backing(steps.simulated(steps.steps())), *measured_here(), *of_packs]
+    rows = [*backing(frame), *steps.backing(steps.simulated(steps.steps())), *measured_here(), *of_packs]
     FILE.write_text(written(rows))
-    print(f"{out / 'published.csv'}: {len(found)} points; {FILE}: {len(rows)} kinds of points")
+    print(f"{out / 'published.csv'}: {len(frame)} points; {FILE}: {len(rows)} kinds of points")
     return 0
 
 
@@ -117,7 +117,7 @@ def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
     """
     import pandas as pd
 
-    found = []
+    table = []
     with Composer() as composer:
         configs = [composer.compose(overrides(row)) for row in rows]
         left_out = LeftOut([(row, composer.compose(overrides(row))) for row in measurements()])
@@ -136,8 +136,8 @@ def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
             "error": times_ms["simulated"] / measured_ms - 1,
             "error_left_out": times_ms["left_out"] / measured_ms - 1,
         }
-        found.append(about)
-    return pd.DataFrame(found)
+        table.append(about)
+    return pd.DataFrame(table)
 
 
 def pairs(found: pd.DataFrame, column: str = "step_simulated_ms") -> tuple[int, int, list[str]]:
@@ -170,10 +170,10 @@ def measured_here() -> list[Backing]:
     """The rows that back records on emulated hosts: points that sp_bench.validate measured there (docs/results)."""
     import pandas as pd
 
-    found = pd.read_csv(MEASURED, keep_default_na=False).query("status == 'ok'")
+    frame = pd.read_csv(MEASURED, keep_default_na=False).query("status == 'ok'")
     with Composer() as composer:
-        kinds = [_transfers_of(composer, row) for row in found.to_dict("records")]
-    return _backing(found.assign(transfers=kinds, links="emulated hosts"), "step_error", OURS.name)
+        kinds = [_transfers_of(composer, row) for row in frame.to_dict("records")]
+    return _backing(frame.assign(transfers=kinds, links="emulated hosts"), "step_error", OURS.name)
 
 
 def _transfers_of(composer: Composer, row: Mapping[str, Any]) -> str:

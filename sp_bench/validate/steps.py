@@ -62,9 +62,9 @@ def main(argv: list[str] | None = None) -> int:
 def _steps(arguments: list[str]) -> int:
     require("analysis", "validating")
     out = folder_of(arguments)
-    found = simulated(steps())
-    found.to_csv(out / "published_steps.csv", index=False)
-    print(f"{out / 'published_steps.csv'}: {len(found)} steps\n\n{table(found)}\n\n{words(found)}")
+    frame = simulated(steps())
+    frame.to_csv(out / "published_steps.csv", index=False)
+    print(f"{out / 'published_steps.csv'}: {len(frame)} steps\n\n{table(frame)}\n\n{words(frame)}")
     return 0
 
 
@@ -119,12 +119,12 @@ def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
     """A row for each published step: what it is of, seconds measured and simulated, and their errors."""
     import pandas as pd
 
-    found = []
+    table = []
     for row in rows:
         run, without = simulation(row), simulation(row, left_out=True)
         asked = _keys(row["variant"])
         measured_s = float(row["measured_ms"]) / 1e3
-        found.append(
+        table.append(
             {
                 "source": source_of(row),
                 **{name: row[name] for name in ("hardware", "gpus", "model", "seqlen", "method", "variant")},
@@ -144,7 +144,7 @@ def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
                 "error_left_out": without.step_s / measured_s - 1,
             }
         )
-    return pd.DataFrame(found)
+    return pd.DataFrame(table)
 
 
 def table(found: pd.DataFrame) -> str:

@@ -50,9 +50,9 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
         if small.n > 1:
             dist.all_reduce(sunk.found)
     sample = rows_for(small, context.rank, spec.seed, context.device.type)
-    found = sample.of(dict(zip(NAMES, results, strict=False)))
+    rows = sample.of(dict(zip(NAMES, results, strict=False)))
     latents = Latents.random(small, spec.seed, torch.device("cpu"), backward=False)
-    errors = errors_of_rows(small, context, (q, k, v, dout), found, sample, sunk, latents=latents)
+    errors = errors_of_rows(small, context, (q, k, v, dout), rows, sample, sunk, latents=latents)
     if errors.uncompared:  # nothing is timed that wasn't checked
         raise MemoryError(errors.uncompared)
     return errors

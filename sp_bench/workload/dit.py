@@ -52,12 +52,12 @@ class Dit(Train):
         """
         if phases == FORWARD:
             return Denoise.build(config, phases)
-        found = super().build(config, phases)
-        if found.model.crosses:
+        workload = super().build(config, phases)
+        if workload.model.crosses:
             rule = "has cross-attention to text, which training steps don't have"
             works = "phase=forward, or model.text_tokens=0, would work"
-            raise RequestError(f"model={found.model.name} phase={config['phase']}", rule, works)
-        return found
+            raise RequestError(f"model={workload.model.name} phase={config['phase']}", rule, works)
+        return workload
 
     @classmethod
     def attention_of(
@@ -96,12 +96,12 @@ class Denoise(Train):
     def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Train:
         """The workload of a config. Raises RequestError as Train does, for keys of training and layers of two kinds."""
         refuse_training(config, f"workload={cls.name} phase=forward")
-        found = super().build(config, phases)
-        if found.model.full_every:
+        workload = super().build(config, phases)
+        if workload.model.full_every:
             rule = f"workload={cls.name} phase=forward has layers of one kind"
             works = "model.full_every=null, or phase=forward_backward, would work"
-            raise RequestError(f"model.full_every={found.model.full_every}", rule, works)
-        return found
+            raise RequestError(f"model.full_every={workload.model.full_every}", rule, works)
+        return workload
 
     def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:
         """Raise RequestError as Train does, and for patches that ranks can't share evenly beside joint text."""

@@ -82,11 +82,11 @@ class DenoiseStep(EngineStep):
 
     def parts(self, phase: str) -> Mapping[str, float]:
         """Seconds of the last execution by part: the attention as a whole, and its own parts."""
-        found = {"attention": sum(self._clock.seconds(*pair) for pair in self._attention.marks)}
+        seconds = {"attention": sum(self._clock.seconds(*pair) for pair in self._attention.marks)}
         for reading in self._attention.readings:
             for name, spent in parts_of(reading()).items():
-                found[name] = found.get(name, 0.0) + spent
-        return found
+                seconds[name] = seconds.get(name, 0.0) + spent
+        return seconds
 
     def memory(self) -> Mapping[str, int]:
         """Bytes by kind; activations and the attention's own are those of the execution that was measured."""
@@ -142,15 +142,15 @@ class DenoiseStep(EngineStep):
         with ExitStack() as hooks:
             for layer in self._denoiser.network.layers:
                 assert isinstance(layer, Layer)
-                found: dict[str, int] = {}
+                sizes: dict[str, int] = {}
 
-                def input_of(module: Any, given: tuple[Tensor, ...], into: dict[str, int] = found) -> None:
+                def input_of(module: Any, given: tuple[Tensor, ...], into: dict[str, int] = sizes) -> None:
                     into["residual"] = self._residual_bytes = given[0].nbytes
 
-                def both_of(module: Any, given: tuple[Tensor, ...], out: Tensor, into: dict[str, int] = found) -> None:
+                def both_of(module: Any, given: tuple[Tensor, ...], out: Tensor, into: dict[str, int] = sizes) -> None:
                     into["up"] = given[0].nbytes + out.nbytes
 
-                def activated(module: Any, given: tuple[Tensor, ...], into: dict[str, int] = found) -> None:
+                def activated(module: Any, given: tuple[Tensor, ...], into: dict[str, int] = sizes) -> None:
                     self._activation_bytes = max(self._activation_bytes, sum(into.values()) + given[0].nbytes)
 
                 for hook in (

@@ -119,9 +119,9 @@ def _spread(count: int, wanted: int, seed: int, rank: int) -> Tensor:
         return torch.arange(count)
     edges = torch.linspace(0, count, wanted + 1).long()
     draws = torch.rand(wanted, generator=torch.Generator().manual_seed(seed * 1_000_003 + rank), dtype=torch.float64)
-    found = edges[:-1] + (draws * (edges[1:] - edges[:-1])).long()
-    found[-1] = count - 1
-    return found
+    indices = edges[:-1] + (draws * (edges[1:] - edges[:-1])).long()
+    indices[-1] = count - 1
+    return indices
 
 
 @dataclass
@@ -404,9 +404,9 @@ def _rows(
     places, scale = unit.places[rows], unit.scale
     q, dout = unit.queries(head, rows, torch.float64 if compared else unit.wide)
     lse, out, of_out = _attended(unit, q, places, head)
-    found = [(out, of_out + out.square())] if compared else []
+    results = [(out, of_out + out.square())] if compared else []
     if not gradients:
-        return found
+        return results
     delta, delta2 = (dout * out).sum(1, keepdim=True), (dout * out).square().sum(1, keepdim=True) * scale**2
     if compared and unit.sinks:
         p = (unit.sinks.scores[head].to(q) - lse).exp_()
@@ -421,7 +421,7 @@ def _rows(
             dq += ds @ k
             p_k += p @ k
             of_dq += ds.square() @ k.square()
-        found.append((dq, of_dq + p_k.square() * delta2 + dq.square()))
+        results.append((dq, of_dq + p_k.square() * delta2 + dq.square()))
     seen = unit.seen.range_of(places)
     first, last = (int(torch.searchsorted(unit.keys, edge)) for edge in (seen.start, seen.stop))
     for some in torch.arange(first, last).split(unit.most_keys(places)):
@@ -432,7 +432,7 @@ def _rows(
         dk, dv = ds.T @ q, p.T @ dout
         of_dk, of_dv = (ds.square() + p2 * delta2).T @ q.square(), p2.T @ dout.square()
         unit.add(of_keys, some, [x.double().cpu() for x in (dk, dv, of_dk, of_dv)])
-    return found
+    return results
 
 
 def _attended(unit: _Unit, q: Tensor, places: Tensor, head: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -47,8 +47,8 @@ class GateErrors:
         for name, error in self.worst_head.items():
             rounding = UNIT_ROUNDOFF[dtype] * self.worst_rounding.get(name, 0.0)
             limits.append((name, error, max(of_a_head, rounding)))
-        found = [(name, error, most) for name, error, most in limits if not error <= most]
-        said = [f"{name} is off by {error:.1e} (at most {most:.0e})" for name, error, most in found]
+        too_large = [(name, error, most) for name, error, most in limits if not error <= most]
+        said = [f"{name} is off by {error:.1e} (at most {most:.0e})" for name, error, most in too_large]
         said += [f"{count} rows of {name} are wrong" for name, count in self.lost.items() if count]
         return ", ".join(said) + (f", at {self.seqlen} tokens" if said and self.seqlen else "")
 

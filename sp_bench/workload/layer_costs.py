@@ -78,12 +78,12 @@ class LayerCosts(ABC):
 
     def dense_s(self, names: tuple[str, ...], *, times: float = 1.0) -> float:
         """Seconds of a layer's matrix products of these names, `times` over (2 for their backward)."""
-        found = 0.0
+        seconds = 0.0
         for name, (inputs, outputs) in self.share.layer_matrices(self.problem).items():
             if name in names:
-                found += times * self._product_s(inputs, outputs, narrow=self.narrow)
-                found += self.narrow * self._scaled_s(inputs, outputs, backward=times > 1)
-        return found
+                seconds += times * self._product_s(inputs, outputs, narrow=self.narrow)
+                seconds += self.narrow * self._scaled_s(inputs, outputs, backward=times > 1)
+        return seconds
 
     def _product_s(self, inputs: int, outputs: int, *, narrow: bool = False, tokens: int | None = None) -> float:
         """Seconds of the product of a matrix with all tokens of the rank, or with so many."""

@@ -141,13 +141,13 @@ class Model(Section, frozen=True, kw_only=True):
         mlp = ("gate", "up") if self.kind == "decoder" else ("up",)
         if self.kv_latent:
             out, made = problem.heads * problem.value_dim, problem.heads * (problem.head_dim - self.kv_rope)
-            found = {"q_down": (self.width, self.q_latent)} if self.q_latent else {}
-            found |= {"q": (self.q_latent or self.width, q), "kv_down": (self.width, self.kv_latent + self.kv_rope)}
-            found |= {"k_up": (self.kv_latent, made), "v_up": (self.kv_latent, out), "o": (out, self.width)}
+            matrices = {"q_down": (self.width, self.q_latent)} if self.q_latent else {}
+            matrices |= {"q": (self.q_latent or self.width, q), "kv_down": (self.width, self.kv_latent + self.kv_rope)}
+            matrices |= {"k_up": (self.kv_latent, made), "v_up": (self.kv_latent, out), "o": (out, self.width)}
         else:
-            found = {"q": (self.width, q), "k": (self.width, kv), "v": (self.width, kv), "o": (q, self.width)}
-        found |= {"cross_q": (self.width, q), "cross_o": (q, self.width)} if self.crosses else {}
-        return found | dict.fromkeys(mlp, (self.width, self.ffn)) | {"down": (self.ffn, self.width)}
+            matrices = {"q": (self.width, q), "k": (self.width, kv), "v": (self.width, kv), "o": (q, self.width)}
+        matrices |= {"cross_q": (self.width, q), "cross_o": (q, self.width)} if self.crosses else {}
+        return matrices | dict.fromkeys(mlp, (self.width, self.ffn)) | {"down": (self.ffn, self.width)}
 
     def before(self, problem: Problem) -> tuple[str, ...]:
         """The names of the matrices that are used before the attention: all that make queries and keys, or without

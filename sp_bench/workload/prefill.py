@@ -190,7 +190,7 @@ class Prefill(Workload):
         for each chunk that of those that see all, and that of the others.
         """
         chunk, cached = self.chunking.chunk or problem.seqlen, problem.history
-        found: list[Problem] = []
+        problems: list[Problem] = []
         for start in range(0, problem.seqlen, chunk):
             end = min(start + chunk, problem.seqlen)
             for mask in self.masks(problem):
@@ -198,8 +198,8 @@ class Prefill(Workload):
                 if isinstance(mask, Packed):
                     mask = mask.part(start, end, (cached, *(chunk,) * (start // chunk)))
                     keys = end - start + mask.cached_tokens
-                found.append(replace(problem, seqlen=end - start, kv_seqlen=keys, mask=mask))
-        return tuple(found)
+                problems.append(replace(problem, seqlen=end - start, kv_seqlen=keys, mask=mask))
+        return tuple(problems)
 
     def masks(self, problem: Problem) -> tuple[Mask, ...]:
         """The masks of the layers, as many as there are kinds."""

@@ -32,11 +32,11 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
             results.append(engine.forward(prompt.q[index], *prompt.seen(index), sinks=sinks)[0])
     for engine in engines:
         engine.close()
-    found = []
+    errors_of = []
     for index, out in enumerate(results):
         sample = rows_for(problems[index], context.rank, spec.seed, context.device.type)
-        found.append(prompt.errors(index, context, sample.of({"out": out})["out"], sample, sinks))
-    errors = worst_of(found, spec.problem.dtype, sum(each.seqlen for each in problems))
+        errors_of.append(prompt.errors(index, context, sample.of({"out": out})["out"], sample, sinks))
+    errors = worst_of(errors_of, spec.problem.dtype, sum(each.seqlen for each in problems))
     if errors.uncompared:  # nothing is timed that wasn't checked
         raise MemoryError(errors.uncompared)
     return errors
@@ -48,7 +48,7 @@ def small_chunks(chunks: Sequence[PlannedAttention], tokens: int) -> list[Planne
     Their plans are those of the point. What was cached before the first is there as well, and shortened alike, and so
     is what a window or the chunks of a mask leave of it.
     """
-    found: list[PlannedAttention] = []
+    attentions: list[PlannedAttention] = []
     first = chunks[0].problem
     assigned = [min(tokens, first.history // first.n) * first.n]
     for index in watched(len(chunks)):
@@ -58,6 +58,6 @@ def small_chunks(chunks: Sequence[PlannedAttention], tokens: int) -> list[Planne
         if isinstance(mask, Packed):
             mask = mask.scaled(seqlen).after(tuple(assigned))
         small = replace(problem, seqlen=seqlen, kv_seqlen=sum(assigned) + seqlen, mask=mask)
-        found.append(PlannedAttention(small, plans))
+        attentions.append(PlannedAttention(small, plans))
         assigned.append(seqlen)
-    return found
+    return attentions

@@ -144,11 +144,11 @@ class PrefillStep(EngineStep):
 
         On a GPU that doesn't mark parts, of those only the caller's.
         """
-        found: Counter[str] = Counter()
+        seconds: Counter[str] = Counter()
         for engine in self._engines:
-            found.update(parts_of(engine.spent(phase)))
+            seconds.update(parts_of(engine.spent(phase)))
         marked = marks_parts(self._spec) or self._context.device.type == "cpu"
-        known = dict(found) if marked else {"caller": found["caller"]}
+        known = dict(seconds) if marked else {"caller": seconds["caller"]}
         pairs = enumerate(zip(self._marks, self._marks[1:], strict=False))
         return known | {chunk_part(index): self._clock.seconds(*pair) for index, pair in pairs}
 
@@ -174,12 +174,12 @@ class PrefillStep(EngineStep):
     def errors(self) -> GateErrors:
         """Errors of the rows that were kept last, of the chunk that is off most."""
         self._out = [None] * len(self._engines)  # their memory is needed
-        found = [
+        by_chunk = [
             self._prompt.errors(index, self._context, rows, self._samples[index], self._sinks)
             for index, rows in self._kept.items()
         ]
         tokens = sum(problem.seqlen for problem in self._prompt.problems)
-        return worst_of(found, self._spec.problem.dtype, tokens) if found else GateErrors()
+        return worst_of(by_chunk, self._spec.problem.dtype, tokens) if by_chunk else GateErrors()
 
     def close(self) -> None:
         """Release the engines' threads and streams."""

@@ -40,13 +40,13 @@ class Seen:
 
     def of(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Whether each query sees each key: (queries, keys), on the device of the keys."""
-        found = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=keys.device)
+        sees = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=keys.device)
         for first, stop in self._spans:
             low, high = (x[queries].to(keys.device)[:, None] for x in (first, stop))
-            found |= (keys >= low) & (keys < high)
-        return found
+            sees |= (keys >= low) & (keys < high)
+        return sees
 
     def see_any(self, keys: Tensor) -> Tensor:
         """Whether each query sees one of these keys, which ascend: (seqlen,)."""
-        found = [torch.searchsorted(keys, first) < torch.searchsorted(keys, stop) for first, stop in self._spans]
-        return torch.stack(found).any(0) if found else torch.zeros(0, dtype=torch.bool)
+        any_seen = [torch.searchsorted(keys, first) < torch.searchsorted(keys, stop) for first, stop in self._spans]
+        return torch.stack(any_seen).any(0) if any_seen else torch.zeros(0, dtype=torch.bool)

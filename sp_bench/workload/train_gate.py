@@ -57,7 +57,7 @@ class ExactAttention:
     def _exact(self, dout: Tensor, inputs: tuple[Tensor, ...], wanted: range) -> tuple[Tensor, ...]:
         """Those of (out, dq, dk, dv, dsinks) that are wanted, with all heads."""
         q, k, v, *sinks = inputs
-        found = [torch.zeros_like(x, dtype=torch.float64) for x in (dout, *inputs)]
+        results_of = [torch.zeros_like(x, dtype=torch.float64) for x in (dout, *inputs)]
         sharing = q.shape[2] // k.shape[2]
         for head in range(self._rank, k.shape[2], self._ranks):
             self._alive()
@@ -66,10 +66,10 @@ class ExactAttention:
             of_heads = sinks[0][of_queries] if sinks else None
             results = exact(queries, k[:, :, of_keys], v[:, :, of_keys], gradients, self._mask, of_heads)
             for i, x in enumerate(results[:4]):
-                found[i][:, :, of_queries if i < 2 else of_keys] = x
+                results_of[i][:, :, of_queries if i < 2 else of_keys] = x
             if sinks:
-                found[4][of_queries] = results[4]
-        return tuple(self._of_all(found[i]) for i in wanted)
+                results_of[4][of_queries] = results[4]
+        return tuple(self._of_all(results_of[i]) for i in wanted)
 
     def _of_all(self, mine: Tensor) -> Tensor:
         """The sum over ranks, each of which has some heads."""

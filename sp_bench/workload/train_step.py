@@ -79,23 +79,23 @@ class MarkedEngine:
     ) -> tuple[Tensor, Saved]:
         """The engine's forward, marked; `held` are tensors that it holds besides."""
         start = self.clock.mark()
-        found = self.engine.forward(q, k, v, self.action, self.live, sinks, held)
+        results = self.engine.forward(q, k, v, self.action, self.live, sinks, held)
         self._keep("forward", start)
         if self.watched and not self.watched.gradients:
-            self.watched.of_queries = (q, k, v, *held, found[0])
+            self.watched.of_queries = (q, k, v, *held, results[0])
             self.watched.sinks = None if sinks is None else sinks.detach().clone()
             self.watched.latents = self.latents.copied() if self.latents else None
-        return found
+        return results
 
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, ...]:
         """The engine's backward, marked."""
         start = self.clock.mark()
-        found = self.engine.backward(dout, saved, self.action, self.live)
+        gradients = self.engine.backward(dout, saved, self.action, self.live)
         self._keep("backward", start)
         if self.watched and not self.watched.gradients:
-            self.watched.gradients = tuple(x.detach().cpu() for x in (dout, *found[:3]))
+            self.watched.gradients = tuple(x.detach().cpu() for x in (dout, *gradients[:3]))
             self.watched.of_queries = tuple(x.detach().cpu() for x in self.watched.of_queries)
-        return found
+        return gradients
 
     def _keep(self, phase: str, start: Any) -> None:
         self.marks.append((start, self.clock.mark()))
@@ -209,9 +209,9 @@ class TrainStep(EngineStep):
         self._attentions[last].watched = None
         (q, k, v, out), (dout, *gradients) = watched.of_queries, watched.gradients
         sample = sampled(problem, context.rank, self._spec.seed)
-        found = sample.of(dict(zip(NAMES, (out, *gradients), strict=True)))
+        rows = sample.of(dict(zip(NAMES, (out, *gradients), strict=True)))
         sunk = None if watched.sinks is None else SunkRows(watched.sinks)
-        return errors_of_rows(problem, context, (q, k, v, dout), found, sample, sunk, latents=watched.latents)
+        return errors_of_rows(problem, context, (q, k, v, dout), rows, sample, sunk, latents=watched.latents)
 
     def close(self) -> None:
         """Release the engine's threads and streams."""
@@ -293,11 +293,11 @@ class TrainStep(EngineStep):
         seconds = self._clock.seconds
 
         def read() -> dict[str, float]:
-            found = {name: sum(seconds(*pair) for pair in pairs) for name, pairs in marks.items()}
+            read_s = {name: sum(seconds(*pair) for pair in pairs) for name, pairs in marks.items()}
             for reading in readings:
                 for name, spent in parts_of(reading()).items():
-                    found[name] = found.get(name, 0.0) + spent
-            return found
+                    read_s[name] = read_s.get(name, 0.0) + spent
+            return read_s
 
         return read
 

@@ -181,10 +181,10 @@ class Layer(nn.Module):
     def _modulations(self, time_BM: Tensor, which: int) -> tuple[Tensor, ...]:
         """shift, scale and gate of one half of the layer, (B, 1, M) each."""
         if self.modulation is None:
-            found = time_BM + self.modulation_bias.to(time_BM.dtype)
+            modulations = time_BM + self.modulation_bias.to(time_BM.dtype)
         else:
-            found = self.modulation(F.silu(time_BM))
-        return found[:, None].chunk(6, dim=-1)[3 * which : 3 * which + 3]
+            modulations = self.modulation(F.silu(time_BM))
+        return modulations[:, None].chunk(6, dim=-1)[3 * which : 3 * which + 3]
 
 
 class Transformer(nn.Module):
@@ -242,8 +242,8 @@ class Transformer(nn.Module):
         Each layer has one of the attentions `attends` (Model.attention_of). Text that is joint goes through the layers
         before the patches. `positions_S` and attentions are for both then.
         """
-        found = self.embed(inputs if times_B is None else inputs.to(self.compute_dtype))
-        x_BSM, time_BM = found.to(self.compute_dtype), None if times_B is None else self._time(times_B)
+        embedded = self.embed(inputs if times_B is None else inputs.to(self.compute_dtype))
+        x_BSM, time_BM = embedded.to(self.compute_dtype), None if times_B is None else self._time(times_B)
         joint = self.model.joint_tokens if text_BTM is not None else 0
         x_BSM = torch.cat((text_BTM, x_BSM), 1) if joint and text_BTM is not None else x_BSM
         crossed, of_layers = (text_BTM if self.model.crosses else None), time_BM

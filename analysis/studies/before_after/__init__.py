@@ -168,7 +168,7 @@ def ran(
 
 def printed(checkout: Path, when: str) -> list[list[dict[str, Any]]]:
     """The output of each item's commands; `when` is before or now."""
-    found = []
+    outputs = []
     with tempfile.TemporaryDirectory() as name:
         hidden = Path(name) / "hidden"
         hidden.mkdir()
@@ -187,10 +187,10 @@ def printed(checkout: Path, when: str) -> list[list[dict[str, Any]]]:
                 }  # fmt: skip
                 places = {"CHECKOUT": str(checkout), "BOX": str(box.conf)}
                 commands = (item.before if when == "before" else ()) or item.now
-                found.append([ran(one, places, folder, environment, last=item.last) for one in commands])
+                outputs.append([ran(one, places, folder, environment, last=item.last) for one in commands])
         finally:
             box.down()
-    return found
+    return outputs
 
 
 def items(runs: Runs) -> str:

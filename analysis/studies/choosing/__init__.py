@@ -19,8 +19,8 @@ BOUND_AT = cluster, kv_heads, seqlen, gpus = ("h100_ndr400", 32, "512k", 64)
 
 def bounds(runs: Runs) -> Section:
     """The step of each method beside its bound, the least time that its own plan takes on the cluster."""
-    found = grid(runs)
-    records = [record for method in METHODS if (record := found[BOUND_AT, method]).status == "ok"]
+    records_at = grid(runs)
+    records = [record for method in METHODS if (record := records_at[BOUND_AT, method]).status == "ok"]
     shares = {record.method: of_record(record, "bound_ms").over(step_ms(record)) for record in records}
     low = min(shares, key=lambda method: shares[method].known)
     bars = bound_bars(records, "choosing-bounds", f"Steps and their bounds, {seqlen} tokens on {gpus} GPUs, {cluster}")

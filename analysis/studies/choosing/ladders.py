@@ -81,8 +81,8 @@ def limits(runs: Runs) -> Section:
     """The claims of the papers on other clusters and sizes, and where they stop holding."""
     by_nic, by_tokens = _by_nic(runs), _by_tokens(runs)
     rows: list[list[Cell]] = []
-    for axis, found in (("NIC, GB/s", by_nic), ("tokens of a GPU", by_tokens)):
-        for (method, x), record in found.items():
+    for axis, by_place in (("NIC, GB/s", by_nic), ("tokens of a GPU", by_tokens)):
+        for (method, x), record in by_place.items():
             bound = str(record.bound_by or f"{record.status}: {record.error}")
             rows.append([axis, int(x), method, step_ms(record), bound])
     values = {"gain": GAIN, "about_mesh": _about_mesh(runs), "seqlen": NIC_SEQLEN, "gpus": LADDER_GPUS}
@@ -140,11 +140,11 @@ def _figure(found: Times, unit: Axis, name: str, label: str, title: str) -> Figu
 
 def _about_mesh(runs: Runs) -> list[Text]:
     """The paper's speedup over Ring on 256 GPUs, on each cluster."""
-    found, paper = grid(runs), claims("mesh_claims")["speedup over ring, 256 GPUs, maximum"]
+    records, paper = grid(runs), claims("mesh_claims")["speedup over ring, 256 GPUs, maximum"]
     parts = []
     for cluster in CLUSTERS:
         keys = [(cluster, 32, seqlen, 256) for seqlen in SEQLENS]
-        gains = {f"g{i}": _gain(found[key, "mesh"], found[key, "striped"]) for i, key in enumerate(keys)}
+        gains = {f"g{i}": _gain(records[key, "mesh"], records[key, "striped"]) for i, key in enumerate(keys)}
         above, seqlens = count(gains.values(), lambda gain: gain >= paper.known), ", ".join(SEQLENS)
         ratios = listed(gains, "{value:.2f}")
         parts.append(words("choosing.mesh", cluster=cluster, ratios=ratios, seqlens=seqlens, paper=paper, above=above))
@@ -153,13 +153,13 @@ def _about_mesh(runs: Runs) -> list[Text]:
 
 def _about_striped(runs: Runs) -> list[Text]:
     """The range in which Ring gains from a striped layout."""
-    found = runs.grid(
+    records = runs.grid(
         lambda gpus, tokens, layout: point(method="ring", gpus=gpus, seqlen=tokens * gpus, layout=layout),
         *(STRIPED_GPUS, STRIPED_TOKENS, ("striped", "contiguous")),
     )
     parts = []
     for gpus in STRIPED_GPUS:
-        gains = {t: _gain(found[gpus, t, "striped"], found[gpus, t, "contiguous"]) for t in STRIPED_TOKENS}
+        gains = {t: _gain(records[gpus, t, "striped"], records[gpus, t, "contiguous"]) for t in STRIPED_TOKENS}
         where = "in a node" if gpus <= 8 else "across nodes"
         name = f"Ring on {gpus} H100 {where}, a striped layout"
         parts.append(Ladder(*PER_GPU, gains).words(name, "a contiguous one"))
@@ -174,8 +174,10 @@ def _about_tokenring(runs: Runs) -> list[Text]:
         def at(n: int, tokens: int, method: str, cluster: str = cluster) -> Point:
             return point(method=method, gpus=n, seqlen=1024 * tokens * n, cluster=cluster, layout="zigzag")
 
-        found = runs.grid(at, sizes, RING_TOKENS, ("ring", "tokenring"))
-        gains = {(n, t): _gain(found[n, t, "tokenring"], found[n, t, "ring"]) for n, t in product(sizes, RING_TOKENS)}
+        records = runs.grid(at, sizes, RING_TOKENS, ("ring", "tokenring"))
+        gains = {
+            (n, t): _gain(records[n, t, "tokenring"], records[n, t, "ring"]) for n, t in product(sizes, RING_TOKENS)
+        }
         up_to = {n: tokens for (n, tokens), gain in gains.items() if gain.known > GAIN}
         n, tokens = highest = max(gains, key=lambda place: gains[place].known)
         where = "; ".join(f"{n} GPUs up to {tokens}k tokens each" for n, tokens in up_to.items())

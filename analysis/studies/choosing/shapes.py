@@ -28,12 +28,12 @@ Variant = tuple[str, str, number.Number, number.Number]
 
 def tiles(runs: Runs) -> Section:
     """Mesh's fastest tile against the tile that sends least."""
-    found = places.grid(runs)
+    records = places.grid(runs)
     rows: list[list[Cell]] = []
     costs: list[number.Number] = []
     same = 0
     for cluster, kv_heads, gpus, seqlen in product(places.CLUSTERS, places.KV_HEADS, places.TILED_GPUS, places.SEQLENS):
-        record = found[(cluster, kv_heads, seqlen, gpus), "mesh"]
+        record = records[(cluster, kv_heads, seqlen, gpus), "mesh"]
         smallest = _least_volume_tile(record)
         time, word = _time_of(record, smallest)
         cost = time.over(number.step_ms(record))
@@ -42,7 +42,7 @@ def tiles(runs: Runs) -> Section:
         variants = [record.variant or "-", str(smallest["variant"])]
         rows.append([cluster, kv_heads, gpus, seqlen, *variants, number.step_ms(record), time, word, cost])
     counts = {"same": number.tally(same, costs), "all": number.tally(len(rows), costs), "high": number.most(costs)}
-    return section("choosing.tiles", figure=_tiles_figure(found), **counts, rows=rows)
+    return section("choosing.tiles", figure=_tiles_figure(records), **counts, rows=rows)
 
 
 def _least_volume_tile(record: Record) -> dict[str, Any]:
@@ -84,9 +84,9 @@ def _tiles_figure(found: Grid) -> Figure:
 
 def volume(runs: Runs) -> Section:
     """Payload over the lower bound, by method and number of GPUs."""
-    found, (cluster, seqlen) = places.grid(runs), VOLUME_AT
+    of_points, (cluster, seqlen) = places.grid(runs), VOLUME_AT
     records = {
-        (method, kv, n): found[(cluster, kv, seqlen, n), method]
+        (method, kv, n): of_points[(cluster, kv, seqlen, n), method]
         for method, kv, n in product(places.METHODS, places.KV_HEADS, places.GPUS)
     }
     ratios = {place: payload_over_bound(record) for place, record in records.items()}
@@ -131,11 +131,11 @@ def _volume_figure(records: Mapping[tuple[str, int, int], Record]) -> Figure:
 
 def memory(runs: Runs) -> Section:
     """Time against memory of every simulated variant."""
-    found, panels = places.grid(runs), Panels(len(places.EVERY_VARIANT), height=3.5)
+    records, panels = places.grid(runs), Panels(len(places.EVERY_VARIANT), height=3.5)
     rows: list[list[Cell]] = []
     fronts: list[Text] = []
     for axis, key in zip(panels.axes[0], places.EVERY_VARIANT, strict=True):
-        variants = [variant for method in places.METHODS for variant in _variants(found[key, method])]
+        variants = [variant for method in places.METHODS for variant in _variants(records[key, method])]
         front = pareto(variants)
         panels.numbers += [number for _, _, *numbers in variants for number in numbers]
         rows += [[f"{key[2]} on {key[3]} GPUs", *variant] for variant in front]
@@ -201,13 +201,13 @@ Orders = dict[tuple[int, str], list[Variant]]
 
 def orders(runs: Runs) -> Section:
     """The cost of a tile's orders in time, and what they save in memory."""
-    found = _orders(runs)
-    fronts = {kv: pareto([v for order in ORDERS for v in found[kv, order]]) for kv in places.KV_HEADS}
-    papers = {kv: pareto(found[kv, "paper"]) for kv in places.KV_HEADS}
+    by_order = _orders(runs)
+    fronts = {kv: pareto([v for order in ORDERS for v in by_order[kv, order]]) for kv in places.KV_HEADS}
+    papers = {kv: pareto(by_order[kv, "paper"]) for kv in places.KV_HEADS}
     return section(
         "choosing.orders",
         **{key: AT[key] for key in ("gpus", "cluster", "seqlen")},
-        figure=_orders_figure(found, fronts, papers),
+        figure=_orders_figure(by_order, fronts, papers),
         about=[_leanest(kv, fronts[kv], papers[kv][-1]) for kv in places.KV_HEADS],
         rows=[[kv, ORDERS[order], *rest] for kv, front in fronts.items() for order, *rest in front],
     )
@@ -221,15 +221,15 @@ def _leanest(kv: int, front: list[Variant], fastest: Variant) -> Text:
 
 
 def _orders(runs: Runs) -> Orders:
-    found: Orders = {(kv, order): [] for kv in places.KV_HEADS for order in ORDERS}
+    by_order: Orders = {(kv, order): [] for kv in places.KV_HEADS for order in ORDERS}
     records = runs.grid(
         lambda kv, order, tile: point(method="mesh", kv_heads=kv, tile=list(tile), schedule=order, **AT),
         *(places.KV_HEADS, ORDERS, all_tiles(int(AT["gpus"]))),
     )
     for (kv, order, (a, b)), record in records.items():
         if record.status == "ok":
-            found[kv, order].append((order, f"{a}x{b}", number.gigabytes(record), number.step_ms(record)))
-    return found
+            by_order[kv, order].append((order, f"{a}x{b}", number.gigabytes(record), number.step_ms(record)))
+    return by_order
 
 
 def _orders_figure(found: Orders, fronts: dict[int, list[Variant]], papers: dict[int, list[Variant]]) -> Figure:

@@ -24,15 +24,15 @@ Entry = tuple[str, str] | None
 
 def points(runs: Runs) -> Section:
     """The points of the grid, and those that can't be served."""
-    found = places.grid(runs)
+    records = places.grid(runs)
     rows: list[list[Cell]] = [
         [*key, method, record.status, record.error or ""]
-        for (key, method), record in found.items()
+        for (key, method), record in records.items()
         if record.status != "ok"
     ]
-    numbers = [step_ms(record) for record in found.values()]
-    memory = tally(sum(record.status == "oom" for record in found.values()), numbers)
-    whole, refused = tally(len(found), numbers), tally(len(rows), numbers)
+    numbers = [step_ms(record) for record in records.values()]
+    memory = tally(sum(record.status == "oom" for record in records.values()), numbers)
+    whole, refused = tally(len(records), numbers), tally(len(rows), numbers)
     return section("choosing.points", all=whole, refused=refused, memory=memory, rows=rows)
 
 

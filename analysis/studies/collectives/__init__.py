@@ -51,8 +51,8 @@ def forms(runs: Runs, setting: Setting) -> list[Row]:
     points = [
         (*COMMON, *setting.keys, *keys, f"method.collectives={form}") for keys in METHODS.values() for form in FORMS
     ]
-    found = runs.ok(points)
-    pairs = zip(METHODS, found[::2], found[1::2], strict=True)
+    records = runs.ok(points)
+    pairs = zip(METHODS, records[::2], records[1::2], strict=True)
     return [_row(name, FORMS, pair, setting, runs) for name, *pair in pairs]
 
 
@@ -66,14 +66,14 @@ def beside_torch(runs: Runs, setting: Setting) -> list[Row]:
 
 def _row(name: str, names: tuple[str, ...], both: list[Record], setting: Setting, runs: Runs) -> Row:
     one, other = both
-    found = {"method": name, "one": names[0], "other": names[1]}
-    found |= {"one, ms [95%]": interval(one), "other, ms [95%]": interval(other)}
+    row = {"method": name, "one": names[0], "other": names[1]}
+    row |= {"one, ms [95%]": interval(one), "other, ms [95%]": interval(other)}
     for phase in ("step", *setting.phases) if len(setting.phases) > 1 else setting.phases:
         apart = other_over_one(one, other, runs.folder, phase)
         assert apart
-        found[f"{phase}, other over one [95%]"] = ratio(apart, digits=2)
+        row[f"{phase}, other over one [95%]"] = ratio(apart, digits=2)
     sent = (f"{(record.comm_bytes_per_gpu or 0) / 1e6:.1f}" for record in both)
-    return found | {"MB sent by a rank, one and other": ", ".join(sent)}
+    return row | {"MB sent by a rank, one and other": ", ".join(sent)}
 
 
 FLOAT32, BFLOAT16 = Setting("float32", ("forward", "backward")), Setting("bfloat16", ("forward",))

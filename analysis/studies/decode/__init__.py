@@ -70,10 +70,12 @@ def _point(setting: Setting, method: str) -> Point:
 
 def fastest(runs: Runs) -> list[Row]:
     """A row for each setting: every method's step, the fastest ones, what bounds the first, and a GPU's cache."""
-    found = runs.by_key({(setting, method): _point(setting, method) for setting, method in product(SETTINGS, METHODS)})
+    records = runs.by_key(
+        {(setting, method): _point(setting, method) for setting, method in product(SETTINGS, METHODS)}
+    )
     rows = []
     for setting in SETTINGS:
-        steps = {name: found[setting, name] for name in METHODS}
+        steps = {name: records[setting, name] for name in METHODS}
         first = min(steps, key=lambda name: _ms(steps[name]))
         near = [name for name in METHODS if _ms(steps[name]) <= (1 + TELLING) * _ms(steps[first])]
         row = {"attention": setting.shape.name, "cache": tokens(setting.cache), "batch": str(setting.batch)}
@@ -86,15 +88,15 @@ def fastest(runs: Runs) -> list[Row]:
 
 def shared(runs: Runs) -> list[Row]:
     """A row for each attention, batch, cache and number of GPUs: Helix's step by how many GPUs share heads."""
-    found = runs.by_key({setting: _point(setting, "helix") for setting in SPLIT})
+    records = runs.by_key({setting: _point(setting, "helix") for setting in SPLIT})
     rows: dict[Setting, Row] = {}
     for setting in SPLIT:
         key = setting._replace(degree=1)
         about = {"attention": setting.shape.name, "GPUs": str(setting.gpus), "batch": str(setting.batch)}
         row = rows.setdefault(key, about | {"cache": tokens(setting.cache)})
-        row[f"TP {setting.degree}, ms"] = f"{_ms(found[setting]):.3g}"
+        row[f"TP {setting.degree}, ms"] = f"{_ms(records[setting]):.3g}"
     for key, row in rows.items():
-        steps = {degree: _ms(found[key._replace(degree=degree)]) for degree in DEGREES}
+        steps = {degree: _ms(records[key._replace(degree=degree)]) for degree in DEGREES}
         first = min(steps, key=lambda degree: steps[degree])
         row["fastest"] = ", ".join(f"TP {d}" for d in DEGREES if steps[d] <= (1 + TELLING) * steps[first])
     return [*rows.values()]

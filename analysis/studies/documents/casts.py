@@ -39,10 +39,10 @@ FEWER = formula("rows-travel", "of each pair of chunks the lesser of its keys an
 
 def even(runs: Runs) -> Section:
     """The busiest GPU, the rows sent over those that must be, and the step over the best of earlier methods."""
-    found = runs.grid(lambda gpus, method: asked(DATA, gpus, method), CAST_GPUS, ("group_cast", *EARLIER))
+    records = runs.grid(lambda gpus, method: asked(DATA, gpus, method), CAST_GPUS, ("group_cast", *EARLIER))
     rows: list[list[Cell]] = []
     for gpus in CAST_GPUS:
-        record, best = found[gpus, "group_cast"], by_time(found[gpus, method] for method in EARLIER)[0]
+        record, best = records[gpus, "group_cast"], by_time(records[gpus, method] for method in EARLIER)[0]
         needed = computed(_needed_bytes(_problem(gpus, _degree(record.variant))), SEEN)
         sent = computed(_bytes_of_rows(record.comm_bytes_by_lane or {}), *step_ms(record).sources)
         work, step = of_record(record, "work_imbalance"), step_ms(record)
@@ -55,13 +55,13 @@ def relayed(runs: Runs) -> Section:
     """Bytes to other nodes and the step, with rows that cross once for each GPU or once for a node."""
     rows: list[list[Cell]] = []
     for (split, keys), kv_heads, gpus in product((("yes", {}), ("no", {"ulysses": 1})), KEY_HEADS, RELAYED_GPUS):
-        found = [
+        records = [
             runs.ask([_with_key_heads(gpus, kv_heads, inner=inner, **keys)])[0]
             for inner in (1, "auto" if split == "yes" else NODE)
         ]
-        across = [of_record(record, "comm_bytes_across_nodes_max").times(1e-6) for record in found]
-        steps = [step_ms(record) for record in found]
-        rows.append([split, kv_heads, gpus, found[1].variant or "", *across, *steps, steps[1].over(steps[0])])
+        across = [of_record(record, "comm_bytes_across_nodes_max").times(1e-6) for record in records]
+        steps = [step_ms(record) for record in records]
+        rows.append([split, kv_heads, gpus, records[1].variant or "", *across, *steps, steps[1].over(steps[0])])
     ratios = [row[-1] for row in rows if row[0] == "no" and isinstance(row[-1], Number)]
     values = {"least": least(ratios), "most": most(ratios)}
     return section("documents.relayed", data=DATA, node=NODE, rows=rows, **values)
@@ -74,8 +74,8 @@ def travels(runs: Runs) -> Section:
         problem = _problem(TRAVEL_GPUS, degree)
         pairs = _pairs(problem)
         for heads, kv_heads in TRAVELLING:
-            found = _travelling(problem, pairs, heads, max(kv_heads, degree))
-            rows.append([heads, kv_heads, degree, *(computed(value, FEWER) for value in found)])
+            figures = _travelling(problem, pairs, heads, max(kv_heads, degree))
+            rows.append([heads, kv_heads, degree, *(computed(value, FEWER) for value in figures)])
     return section("documents.travels", data=DATA, gpus=TRAVEL_GPUS, even=EVEN, rows=rows)
 
 
@@ -94,13 +94,13 @@ class _Pairs(NamedTuple):
 
 
 def _pairs(problem: Problem) -> _Pairs:
-    found, keys = casts(problem), casts(problem).counts.copy()
+    of_rows, keys = casts(problem), casts(problem).counts.copy()
     np.fill_diagonal(keys, 0)
     queries = np.zeros_like(keys)
     wanted = [Gathering(int(q), (int(kv),)) for q, kv in np.argwhere(keys)]
-    found.find(wanted)
+    of_rows.find(wanted)
     for q, (kv,), _ in wanted:
-        queries[q, kv] = rows_in(region.q for region in found.keys(q, (kv,)).regions)
+        queries[q, kv] = rows_in(region.q for region in of_rows.keys(q, (kv,)).regions)
     return _Pairs(keys, queries)
 
 

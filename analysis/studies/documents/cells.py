@@ -28,10 +28,10 @@ Steps = dict[tuple[str, str, str], Number]
 
 def points(runs: Runs) -> Section:
     """The packs: how many documents, and how long."""
-    found = places.fastest(runs)
+    best = places.fastest(runs)
     rows: list[list[Cell]] = []
     for data, gpus in product(places.DATA, places.GPUS):
-        record = found[data, gpus, places.METHODS[0]]
+        record = best[data, gpus, places.METHODS[0]]
         tokens, documents, longest = (of_record(record, x) for x in ("seqlen", "documents", "longest_document"))
         rows.append([data, gpus, tokens, documents, longest, longest.over(tokens).times(100)])
     return section("documents.points", tokens=places.TOKENS, cluster=places.CLUSTER, rows=rows)
@@ -39,18 +39,18 @@ def points(runs: Runs) -> Section:
 
 def maps(runs: Runs) -> Section:
     """Each method's step on each layout over the fastest of all, by distribution of lengths."""
-    found = places.cells(runs)
-    steps: Steps = {key: step_ms(record) for key, record in found.items()}
+    records = places.cells(runs)
+    steps: Steps = {key: step_ms(record) for key, record in records.items()}
     best = {data: least(valued(n for key, n in steps.items() if key[0] == data)) for data in places.DATA}
     ratios: Steps = {key: number.over(best[key[0]]) for key, number in steps.items()}
-    values = {"gpus": places.MAP_GPUS, "close": places.CLOSE, "figure": _map(found, ratios)}
+    values = {"gpus": places.MAP_GPUS, "close": places.CLOSE, "figure": _map(records, ratios)}
     return section(
         "documents.maps",
         **values,
         about=[_about_map(data, ratios) for data in places.DATA],
         rows=[
             [*key, record.variant or "", record.status, steps[key], ratios[key], of_record(record, "mfu").times(100)]
-            for key, record in found.items()
+            for key, record in records.items()
         ],
     )
 
@@ -96,9 +96,9 @@ def _about_map(data: str, ratios: Steps) -> Text:
 
 def winners(runs: Runs) -> Section:
     """The fastest method and layout on each pack, of all methods and of those that don't split heads."""
-    found = places.fastest(runs)
+    best = places.fastest(runs)
     whole = tuple(method for method in places.METHODS if method not in places.SPLIT_HEADS)
-    of_all, of_whole = _winners(found, places.METHODS), _winners(found, whole)
+    of_all, of_whole = _winners(best, places.METHODS), _winners(best, whole)
     values = {"close": places.CLOSE, "about_all": _about_winners(of_all, "Of all methods"), "of_all": _rows(of_all)}
     return section(
         "documents.winners",
@@ -169,10 +169,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def bounds(runs: Runs) -> Section:
     """Imbalance of the work and the volume, by layout, beside the least that they can be."""
-    found = {(data, layout): r for (data, method, layout), r in places.cells(runs).items() if method == "ring"}
-    served = {key: record for key, record in found.items() if record.status == "ok"}
+    of_ring = {(data, layout): r for (data, method, layout), r in places.cells(runs).items() if method == "ring"}
+    served = {key: record for key, record in of_ring.items() if record.status == "ok"}
     rows: list[list[Cell]] = []
-    for key, record in found.items():
+    for key, record in of_ring.items():
         work = [of_record(record, field) for field in ("work_imbalance", "work_imbalance_lower_bound")]
         sent = [of_record(record, f"comm_bytes_{name}").times(MB) for name in ("per_gpu", "lower_bound")]
         rows.append([*key, *work, *sent, payload_over_bound(record)])

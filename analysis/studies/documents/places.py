@@ -55,9 +55,9 @@ def cells(runs: Runs) -> Cells:
 
 def fastest(runs: Runs) -> Fastest:
     """The fastest layout of every method: of `cells`, and as layout=auto finds it at other numbers of GPUs."""
-    found = cells(runs)
+    of_layouts = cells(runs)
     best: Fastest = {}
-    for (data, method, _), record in found.items():
+    for (data, method, _), record in of_layouts.items():
         key = data, MAP_GPUS, method
         if key not in best or step(record) < step(best[key]):
             best[key] = record

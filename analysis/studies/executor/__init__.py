@@ -62,12 +62,12 @@ class Overhead(NamedTuple):
 
 def overhead(rank: Rank) -> Overhead:
     """The step with the median total, after one that isn't counted."""
-    found = []
+    overheads = []
     for _ in range(1 + REPETITIONS):
         total_s = sum(rank.step())
         spent = [rank.engine.spent(phase) for phase in PHASES]
-        found.append(Overhead(total_s, *(sum(getattr(s, name) for s in spent) for name in Overhead._fields[1:])))
-    return sorted(found[1:])[REPETITIONS // 2]
+        overheads.append(Overhead(total_s, *(sum(getattr(s, name) for s in spent) for name in Overhead._fields[1:])))
+    return sorted(overheads[1:])[REPETITIONS // 2]
 
 
 def allocations(rank: Rank) -> tuple[int, float]:
@@ -110,12 +110,12 @@ def interpreter(_: Runs) -> list[dict[str, str]]:
         method = build(name, options)
         rank = Rank(method, attention(OVERHEAD_TOKENS * RANKS, FULL, method.layout))
         operations = sum(len(plan.ops) for plan in rank.plans.values())
-        found, (count, megabytes) = overhead(rank), allocations(rank)
-        parts = {"kernels": found.kernels_s, "folds": found.folds_s, "waiting for lanes": found.waits_s}
-        parts |= {"interpreter": found.interpreter_s}
-        row = {"method": name, "operations": str(operations), "step": f"{1e3 * found.total_s:.1f} ms"}
-        row |= {name: f"{seconds / found.total_s:.2%}" for name, seconds in parts.items()}
-        row |= {"interpreter, each operation": f"{1e6 * found.interpreter_s / operations:.0f} us"}
+        spent, (count, megabytes) = overhead(rank), allocations(rank)
+        parts = {"kernels": spent.kernels_s, "folds": spent.folds_s, "waiting for lanes": spent.waits_s}
+        parts |= {"interpreter": spent.interpreter_s}
+        row = {"method": name, "operations": str(operations), "step": f"{1e3 * spent.total_s:.1f} ms"}
+        row |= {name: f"{seconds / spent.total_s:.2%}" for name, seconds in parts.items()}
+        row |= {"interpreter, each operation": f"{1e6 * spent.interpreter_s / operations:.0f} us"}
         rows.append(row | {"allocations": f"{count} ({megabytes:.0f} MB)"})
         print(rows[-1], flush=True)
     return rows
@@ -133,9 +133,9 @@ def blocks(_: Runs) -> list[dict[str, str]]:
     torch.set_num_threads(1)
     parts, rows = ("forward, kernels alone [95%]", "forward [95%]", "backward [95%]"), []
     for seqlen, (mask, kv_heads) in product(EFFICIENCY_SEQLENS, EFFICIENCY_OF):
-        found = [ratio(each, digits=3) for each in efficiency(seqlen, mask, kv_heads)]
+        ratios = [ratio(each, digits=3) for each in efficiency(seqlen, mask, kv_heads)]
         row = {"tokens": str(seqlen), "tokens of a block": str(seqlen // RANKS), "KV heads": str(kv_heads)}
         row |= {"mask": mask.name, "layout": mask.balanced[0]}
-        rows.append(row | dict(zip(parts, found, strict=True)))
+        rows.append(row | dict(zip(parts, ratios, strict=True)))
         print(rows[-1], flush=True)
     return rows

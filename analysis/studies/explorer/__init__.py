@@ -52,7 +52,7 @@ def simulated(folder: Path) -> Mapping[Path, Record]:
 
 def many(like: Record, folder: Path) -> dict[Path, Record]:
     """Records that differ in six settings and in their time; their files are empty."""
-    choice, found = random.Random(0), {}
+    choice, records = random.Random(0), {}
     for i in range(RECORDS):
         path = folder / f"{i:016x}.json"
         path.touch()
@@ -62,8 +62,8 @@ def many(like: Record, folder: Path) -> dict[Path, Record]:
             "kv_heads": choice.choice((1, 4, 8, 32)), "phase": choice.choice(("forward", "forward_backward")),
             "step_ms_median": choice.lognormvariate(3, 1),
         }  # fmt: skip
-        found[path] = replace(like, **changes)
-    return found
+        records[path] = replace(like, **changes)
+    return records
 
 
 def opened(driver: Chrome, file: Path, width: int, state: Mapping[str, Any]) -> None:
@@ -83,15 +83,15 @@ def _seen(runs: Runs) -> tuple[str, int, list[str], list[dict[str, str]]]:
     """Chromium's version, the number of points shown, the pictures, and the rows of the speeds."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        found = simulated(folder / "records")
-        (folder / "few.html").write_text(page.explorer(found, "Four methods, simulated", drawings=len(found)))
-        larger = many(next(iter(found.values())), folder)
+        few = simulated(folder / "records")
+        (folder / "few.html").write_text(page.explorer(few, "Four methods, simulated", drawings=len(few)))
+        larger = many(next(iter(few.values())), folder)
         (folder / "many.html").write_text(page.explorer(larger, f"{RECORDS:,} records", drawings=0))
         driver = chromium.start(folder / "profile")
         try:
-            pictures = _pictures(driver, folder / "few.html", views(found), runs.pages)
+            pictures = _pictures(driver, folder / "few.html", views(few), runs.pages)
             rows = _speeds(driver, folder / "many.html")
-            return driver.capabilities["browserVersion"], len(found), pictures, rows
+            return driver.capabilities["browserVersion"], len(few), pictures, rows
         finally:
             driver.quit()
 

@@ -115,16 +115,16 @@ def rows(tokens: int, mask: Mask, settings: Sequence[Setting], where: Where) -> 
     for step in timed:
         step()
     times = np.array([[step() for step in timed] for _ in range(REPETITIONS)])
-    found = []
+    table = []
     for number, (setting, rank) in enumerate(zip(settings, ranks, strict=True), 1):
         by_phase = [of_medians(RANKS * times[:, number, p], times[:, 0, p], in_turn=True) for p in range(2)]
         counts = [sum(isinstance(op, Block) for op in plan.ops) for plan in rank.plans.values()]
         row = {"tokens of a rank": str(tokens), "mask": mask.name, "method": setting.method, "layout": setting.layout}
         row |= {"fuse": str(setting.fuse).lower(), "operations with blocks": " + ".join(map(str, counts))}
         row |= {f"{phase} [95%]": ratio(share, 3) for phase, share in zip(PHASES, by_phase, strict=True)}
-        found.append(row)
+        table.append(row)
         print(row, flush=True)
-    return found
+    return table
 
 
 def shares(where: Where) -> list[dict[str, str]]:

@@ -55,7 +55,7 @@ def regions(runs: Runs) -> Section:
 
 def _places(keys: Sequence[Key]) -> str:
     """The places by GPUs: on which clusters, with how many KV heads."""
-    found = []
+    lines = []
     for gpus in places.GPUS:
         alike: dict[tuple[int, ...], list[str]] = {}
         for one in places.CLUSTERS:
@@ -66,8 +66,8 @@ def _places(keys: Sequence[Key]) -> str:
             for kv, clusters in alike.items()
             if kv
         ]
-        found += [f"{gpus} GPUs: {' and '.join(parts)}"] if parts else []
-    return "; ".join(found) or "nowhere"
+        lines += [f"{gpus} GPUs: {' and '.join(parts)}"] if parts else []
+    return "; ".join(lines) or "nowhere"
 
 
 def _counts(counted: Counter[str]) -> str:

@@ -68,9 +68,9 @@ def _point(setting: Setting, method: str) -> Point:
 
 def fastest(runs: Runs) -> list[Row]:
     """A row for each setting: every method's step, the fastest ones, and what bounds the first."""
-    found, rows = records(runs), []
+    of_points, rows = records(runs), []
     for setting in SETTINGS:
-        steps = {name: record for name in METHODS if (record := found[setting, name]).step_ms_median}
+        steps = {name: record for name in METHODS if (record := of_points[setting, name]).step_ms_median}
         first = min(steps, key=lambda name: _ms(steps[name]))
         near = [name for name in steps if _ms(steps[name]) <= (1 + TELLING) * _ms(steps[first])]
         row = {"attention": setting.shape.name, "history": tokens(setting.history), "GPUs": str(setting.gpus)}
@@ -85,10 +85,11 @@ def crossings(runs: Runs) -> list[Row]:
     """A row for each attention, history and number of GPUs: the largest part for which pass-Q sends less than Ring, by
     the closed form, and that for which it is faster in simulation.
     """
-    found, rows = records(runs), []
+    of_points, rows = records(runs), []
     for shape, history, gpus in product(SHAPES, HISTORIES, GPUS):
         pairs = {
-            part: [found[Setting(shape, history, gpus, part), name] for name in ("ring", "pass_q")] for part in PARTS
+            part: [of_points[Setting(shape, history, gpus, part), name] for name in ("ring", "pass_q")]
+            for part in PARTS
         }
         less = [part for part, (ring, pass_q) in pairs.items() if _sent(pass_q) < _sent(ring)]
         faster = [part for part, (ring, pass_q) in pairs.items() if _ms(pass_q) < _ms(ring)]

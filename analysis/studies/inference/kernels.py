@@ -53,10 +53,10 @@ def errors(runs: Runs) -> dict[Call, float]:
 
 def kernels(runs: Runs) -> list[Row]:
     """A row for each GPU and number of heads: errors by the queries of a call, in the median and the largest."""
-    found = errors(runs)
+    by_call = errors(runs)
     rows = list[Row]()
-    for gpu, heads, kv_heads in dict.fromkeys((call.gpu, call.heads, call.kv_heads) for call in found):
-        alike = {call: error for call, error in found.items() if (call.gpu, call.heads) == (gpu, heads)}
+    for gpu, heads, kv_heads in dict.fromkeys((call.gpu, call.heads, call.kv_heads) for call in by_call):
+        alike = {call: error for call, error in by_call.items() if (call.gpu, call.heads) == (gpu, heads)}
         row = {"GPU": gpu.removeprefix("NVIDIA "), "heads": f"{heads}/{kv_heads}"}
         behind = {call: error for call, error in alike.items() if call.keys > call.queries}
         for queries in sorted({call.queries for call in behind}):

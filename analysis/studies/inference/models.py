@@ -37,10 +37,10 @@ class Setting(NamedTuple):
 def of_models(runs: Runs) -> list[Row]:
     """A row for each model, prompt and number of GPUs: the time to the first token with every method, in chunks."""
     settings = [Setting(*each) for each in product(MODELS, LENGTHS, GPUS)]
-    found = runs.by_key({each: _prompt(*each) for each in product(settings, PROMPTS)})
+    of_points = runs.by_key({each: _prompt(*each) for each in product(settings, PROMPTS)})
     rows = []
     for setting in settings:
-        records = {name: found[setting, name] for name in PROMPTS}
+        records = {name: of_points[setting, name] for name in PROMPTS}
         row = {"model": setting.model, "prompt": tokens(setting.length), "GPUs": str(setting.gpus)}
         rows.append(row | _by_method(records, "s", 1e3) | _sizes(records))
     return rows
@@ -51,10 +51,10 @@ def steps(runs: Runs) -> list[Row]:
     step with every method.
     """
     settings = [Setting(*each) for each in product(MODELS, LENGTHS, GPUS, BATCHES)]
-    found = runs.by_key({each: _step(*each) for each in product(settings, STEPS)})
+    of_points = runs.by_key({each: _step(*each) for each in product(settings, STEPS)})
     rows = []
     for setting in settings:
-        records = {name: found[setting, name] for name in STEPS}
+        records = {name: of_points[setting, name] for name in STEPS}
         row = {"model": setting.model, "cache": tokens(setting.length), "batch": str(setting.batch)}
         row |= {"GPUs": str(setting.gpus)}
         rows.append(row | _by_method(records, "ms", 1.0) | _sizes(records))
@@ -66,10 +66,10 @@ def packs(runs: Runs) -> list[Row]:
     latents travel.
     """
     settings = [Setting(*each) for each in product(OF_LATENTS, (2**17, 2**19), GPUS)]
-    found = runs.by_key({each: _pack(*each) for each in product(settings, PACKS)})
+    of_points = runs.by_key({each: _pack(*each) for each in product(settings, PACKS)})
     rows = []
     for setting in settings:
-        records = {name: found[setting, name] for name in PACKS}
+        records = {name: of_points[setting, name] for name in PACKS}
         row = {"layer of": setting.model, "pack": tokens(setting.length), "GPUs": str(setting.gpus)}
         sent = " / ".join(number((records[name].comm_bytes_per_gpu or 0) / 1e6) for name in PACKS)
         rows.append(row | _by_method(records, "ms", 1.0) | {"sent by a GPU, MB": sent})

@@ -46,13 +46,13 @@ def prompts(runs: Runs) -> list[Row]:
     """A row for each prompt, number of GPUs and chunk: the time to the first token with every method, and what the
     fastest one takes over one piece, sends and holds.
     """
-    found = runs.by_key({(setting, name): _point(setting, name) for setting, name in product(SETTINGS, METHODS)})
+    records = runs.by_key({(setting, name): _point(setting, name) for setting, name in product(SETTINGS, METHODS)})
     rows = []
     for setting in SETTINGS:
-        times_s = {name: _ttft_s(found[setting, name]) for name in METHODS}
+        times_s = {name: _ttft_s(records[setting, name]) for name in METHODS}
         first = min(times_s, key=lambda name: times_s[name])
-        whole_s = min(_ttft_s(found[setting._replace(chunk=setting.prompt), name]) for name in METHODS)
-        record, near = found[setting, first], [n for n in METHODS if times_s[n] <= (1 + TELLING) * times_s[first]]
+        whole_s = min(_ttft_s(records[setting._replace(chunk=setting.prompt), name]) for name in METHODS)
+        record, near = records[setting, first], [n for n in METHODS if times_s[n] <= (1 + TELLING) * times_s[first]]
         each_ms = record.chunk_ms or []
         row = {"prompt": tokens(setting.prompt), "GPUs": str(setting.gpus)}
         row |= {"chunk": tokens(setting.chunk) if setting.chunk < setting.prompt else "all of it"}

@@ -98,18 +98,18 @@ class Command:
         """The process ids of its ranks in order, once all have started; empty if the command ends before."""
         while self.process.poll() is None:
             servers = _servers(self.process.pid)
-            found = [pid for pid, parent in _forked() if parent in servers] if servers else []
-            if len(found) == self.n:
-                return sorted(found)
+            pids = [pid for pid, parent in _forked() if parent in servers] if servers else []
+            if len(pids) == self.n:
+                return sorted(pids)
             time.sleep(0.005)
         return []
 
     def left(self) -> list[int]:
         """Its processes that are left GONE_S after its end."""
         deadline = time.monotonic() + GONE_S
-        while (found := marked(self.mark)) and time.monotonic() < deadline:
+        while (pids := marked(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        return found
+        return pids
 
 
 def _forked() -> Iterator[tuple[int, int]]:
@@ -188,10 +188,10 @@ def run(trial: Trial, lasts_s: float) -> Ended:
 
 def _said(folder: Path) -> str:
     """The status and error of the record in a folder."""
-    found = records.read_all(folder)
-    if not found:
+    in_folder = records.read_all(folder)
+    if not in_folder:
         return "no record"
-    return "; ".join(f"{record.status}: {record.error}" if record.error else record.status for record in found)
+    return "; ".join(f"{record.status}: {record.error}" if record.error else record.status for record in in_folder)
 
 
 def trials(seed: int, parent: bool = False) -> Iterator[Trial]:

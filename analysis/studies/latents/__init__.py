@@ -45,10 +45,10 @@ def _point(setting: Setting, method: str, form: str) -> Point:
 def by_form(runs: Runs) -> list[Row]:
     """A row for each setting: every method's step with keys and with latents, and the fastest of all."""
     asked = list(product(SETTINGS, METHODS, FORMS))
-    found = runs.by_key({each: _point(*each) for each in asked})
+    records = runs.by_key({each: _point(*each) for each in asked})
     rows = []
     for setting in SETTINGS:
-        steps = {(name, form): _ms(found[setting, name, form]) for name, form in product(METHODS, FORMS)}
+        steps = {(name, form): _ms(records[setting, name, form]) for name, form in product(METHODS, FORMS)}
         size = tokens(setting.seqlen)
         size += f" behind {tokens(setting.kv_seqlen - setting.seqlen)}" if setting.kv_seqlen else ""
         row = {"of": setting.kind, "GPUs": str(setting.gpus), "tokens": size}
@@ -64,9 +64,9 @@ def sent(runs: Runs) -> list[Row]:
     rows = []
     for gpus, form in product((8, 64), FORMS):
         of = {name: _point(Setting("training", gpus, 2**18), name, form) for name in METHODS}
-        found = runs.by_key(of)
+        records = runs.by_key(of)
         row = {"GPUs": str(gpus), "what travels": form}
-        rows.append(row | {f"{name}, sent / peak GB": _gigabytes(found[name]) for name in METHODS})
+        rows.append(row | {f"{name}, sent / peak GB": _gigabytes(records[name]) for name in METHODS})
     return rows
 
 

@@ -29,8 +29,8 @@ CLAIMS = {
 
 def breakdown(runs: Runs, *methods: str) -> dict[Cell, Parts]:
     """The time parts of the cells at 1M causal."""
-    found = cells.cell_records(runs, cells.long_cells(*methods))
-    return {cell: cells.compute_and_wait(record, runs.folder) for cell, record in found.items()}
+    records = cells.cell_records(runs, cells.long_cells(*methods))
+    return {cell: cells.compute_and_wait(record, runs.folder) for cell, record in records.items()}
 
 
 def waited(parts: Parts) -> Number:
@@ -60,12 +60,13 @@ def waiting(runs: Runs) -> dict[str, Number]:
 
 def figure9a(runs: Runs) -> Section:
     """The time breakdown of Ring and Mesh at 1M causal."""
-    found, ours = breakdown(runs, *METHODS), waiting(runs)
-    by_method = {m: [parts for cell, parts in found.items() if cell.method == m] for m in METHODS}
-    ring, mesh = (computed(parts) for cell, parts in found.items() if cell.gpus == 32)
-    numbers = {cell: [number for phase in PHASES for number in parts[phase]] for cell, parts in found.items()}
+    parts_of, ours = breakdown(runs, *METHODS), waiting(runs)
+    by_method = {m: [parts for cell, parts in parts_of.items() if cell.method == m] for m in METHODS}
+    ring, mesh = (computed(parts) for cell, parts in parts_of.items() if cell.gpus == 32)
+    numbers = {cell: [number for phase in PHASES for number in parts[phase]] for cell, parts in parts_of.items()}
     rows = [
-        [cell.gpus, cell.method, *numbers[cell], share(waited(parts), computed(parts))] for cell, parts in found.items()
+        [cell.gpus, cell.method, *numbers[cell], share(waited(parts), computed(parts))]
+        for cell, parts in parts_of.items()
     ]
     title = "Computing and waiting at 1M, causal"
     values = {"times": words("mesh.times"), "alike": mesh.over(ring)}
@@ -105,8 +106,8 @@ def bars(name: str, title: str, x_label: str, labels: Sequence[str], by_method: 
     """Stacked bars of both methods side by side: a colour for each phase, waiting hatched."""
     panels, width, palette = Panels(height=3.4), 0.36, colours(list(PHASES))
     axis = panels.first
-    for side, (method, found) in zip((-0.5, 0.5), by_method.items(), strict=True):
-        for i, parts in enumerate(found):
+    for side, (method, cells_parts) in zip((-0.5, 0.5), by_method.items(), strict=True):
+        for i, parts in enumerate(cells_parts):
             base, x = 0.0, i + side * (width + 0.04)
             for phase in PHASES:
                 for part, number in zip(("compute", "wait"), parts[phase], strict=True):

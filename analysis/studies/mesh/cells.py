@@ -43,15 +43,15 @@ def long_cells(*methods: str) -> list[Cell]:
 
 def printed(number: int) -> dict[Cell, tuple[Number, ...]]:
     """A table of the paper: the numbers of each cell as printed."""
-    found = table(number, FILES[number])
+    rows = table(number, FILES[number])
     name = f"mesh_table{number}_{FILES[number]}"
-    return {cell: tuple(of_paper(value, name) for value in values) for cell, values in found.items()}
+    return {cell: tuple(of_paper(value, name) for value in values) for cell, values in rows.items()}
 
 
 def stated(claim: str) -> Number:
     """A value that the paper's text states. `claim` is the start of its row in mesh_claims.csv."""
-    (found,) = (value for name, value in claims("mesh_claims").items() if name.startswith(claim))
-    return found
+    (value_of_claim,) = (value for name, value in claims("mesh_claims").items() if name.startswith(claim))
+    return value_of_claim
 
 
 def key(cell: Cell) -> tuple[Entry, ...]:

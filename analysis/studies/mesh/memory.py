@@ -55,8 +55,8 @@ def kept_bytes(problem: Problem, phase: str, tile: Tile | None) -> int:
 
 
 def _bytes(problem: Problem, phase: str, held: str) -> int:
-    found = [row for row in BUFFERS if (row["phase"], row["held"]) == (phase, held)]
-    return sum(problem.chunk_bytes(named(row["tensor"]), wire=row["dtype"] == "wire") for row in found)
+    rows = [row for row in BUFFERS if (row["phase"], row["held"]) == (phase, held)]
+    return sum(problem.chunk_bytes(named(row["tensor"]), wire=row["dtype"] == "wire") for row in rows)
 
 
 def nearest_tile(cell: Cell, phase: str, gigabytes: float) -> Tile:
@@ -83,9 +83,9 @@ def kept(cell: Cell, phase: str) -> Number:
 
 def by_chance(cell: Cell, phase: str) -> float:
     """The probability that a random size, between the smallest and the largest tile's, is NEAR some tile's."""
-    found = np.array([kept_bytes(cell.problem, phase, tile) for tile in tiles(cell.gpus)], float)
-    sizes = np.geomspace(found.min(), found.max(), 2001)
-    return float(np.mean(np.abs(found[:, None] / sizes - 1).min(axis=0) <= NEAR))
+    kept = np.array([kept_bytes(cell.problem, phase, tile) for tile in tiles(cell.gpus)], float)
+    sizes = np.geomspace(kept.min(), kept.max(), 2001)
+    return float(np.mean(np.abs(kept[:, None] / sizes - 1).min(axis=0) <= NEAR))
 
 
 def table5(runs: Runs) -> Section:
@@ -104,10 +104,10 @@ def table5(runs: Runs) -> Section:
 
 def _executors(runs: Runs, paper: Printed) -> dict[str, Any]:
     """The rows of what our executor holds, and the medians over the paper's by method and phase."""
-    found, cluster, rows = cells.cell_records(runs, paper), load_cluster(), []
+    records, cluster, rows = cells.cell_records(runs, paper), load_cluster(), []
     ratios: dict[str, list[Number]] = {}
     for cell, values in paper.items():
-        record, problem, row = found[cell], cell.problem, [*cells.key(cell), found[cell].variant or ""]
+        record, problem, row = records[cell], cell.problem, [*cells.key(cell), records[cell].variant or ""]
         method = methods.build(cell.method, {"tile": [record.tile_a, record.tile_b]} if cell.method == "mesh" else {})
         for phase, value in zip(PHASES, values, strict=True):
             plan = method.plan(problem, phase, cluster.profile(problem))
@@ -167,8 +167,8 @@ def _own_count(paper: Printed) -> Number:
 def _tile_pairs(test: Callable[[Tile, Tile], bool]) -> Number:
     """The number of cells without a doubtful peak whose tiles, forward and backward, pass a test."""
     doubtful = {cell for cell, _ in DOUBTFUL}
-    found = [tuple(both.values()) for cell, both in tiles_of_table5().items() if cell not in doubtful]
-    return computed(sum(test(*both) for both in found), KEPT)
+    pairs = [tuple(both.values()) for cell, both in tiles_of_table5().items() if cell not in doubtful]
+    return computed(sum(test(*both) for both in pairs), KEPT)
 
 
 def _off(ours: float, paper: float) -> float:

@@ -21,14 +21,14 @@ METHODS = (*cells.METHODS, "ulysses", "usp", "tokenring", "startrail")
 def others(runs: Runs) -> Section:
     """Other methods in the settings of table 3."""
     settings = [cell for cell in paper_s() if cell.method == "ring"]
-    found = cells.cell_records(runs, [replace(cell, method=method) for cell in settings for method in METHODS])
+    records = cells.cell_records(runs, [replace(cell, method=method) for cell in settings for method in METHODS])
     paper, rows, rivals = cells.printed(3), [], []
     for ring in settings:
-        ours = {method: cells.throughput(found[replace(ring, method=method)]) for method in METHODS}
+        ours = {method: cells.throughput(records[replace(ring, method=method)]) for method in METHODS}
         printed = [paper[replace(ring, method=method)][0] for method in cells.METHODS]
         rows.append([*cells.key(ring)[:3], *printed, *ours.values()])
         rivals.append(ours["usp"].over(ours["mesh"]))
-    long = {(n, m): found[Cell(True, cells.LONG, n, m)] for n, m in product(cells.GPUS, METHODS)}
+    long = {(n, m): records[Cell(True, cells.LONG, n, m)] for n, m in product(cells.GPUS, METHODS)}
     usp, mesh = long[256, "usp"], long[256, "mesh"]
     values = {"times": words("mesh.times"), "faster": count(rivals, lambda ratio: ratio > 1), "all": count(rivals)}
     values |= {"low": least(rivals), "high": most(rivals)}

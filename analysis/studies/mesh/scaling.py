@@ -73,11 +73,11 @@ def growth(times: Times) -> Number:
 
 def scaling(runs: Runs) -> dict[str, Number]:
     """Our values of the claims of section 4.3, by the start of the claim."""
-    found: dict[str, Number] = {}
+    values: dict[str, Number] = {}
     for method in METHODS:
-        found[f"{method} best time"] = best(_seconds(runs, cells.long_cells(method)))[0]
-        found[f"weak scaling, {method}"] = growth(_seconds(runs, weak_cells(method)))
-    return found
+        values[f"{method} best time"] = best(_seconds(runs, cells.long_cells(method)))[0]
+        values[f"weak scaling, {method}"] = growth(_seconds(runs, weak_cells(method)))
+    return values
 
 
 def _stated_weak(method: str, paper: Times, lengths: list[Cell]) -> Times:

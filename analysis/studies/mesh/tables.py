@@ -36,11 +36,11 @@ def table2(_: Runs | None = None) -> Section:
     for row in rows(TABLE2):
         expression = row["per_gpu_forward_volume_in_units_of_N_d"]
         for n in (16, 64, 256):
-            found = _counted(row["method"], expression, n)
-            paper = of_paper(found.paper, TABLE2)
-            average, busiest = (computed(value, COUNTED) for value in (found.mean, found.busiest))
+            counted = _counted(row["method"], expression, n)
+            paper = of_paper(counted.paper, TABLE2)
+            average, busiest = (computed(value, COUNTED) for value in (counted.mean, counted.busiest))
             gaps.append(busiest.minus(paper))
-            made.append([row["method"], expression, n, found.variant, paper, average, busiest, gaps[-1]])
+            made.append([row["method"], expression, n, counted.variant, paper, average, busiest, gaps[-1]])
     exact, stated = count(gaps, lambda gap: abs(gap) < EXACT), [row["claim"] for row in rows("mesh_claims")]
     examples = []
     for claim, ours in nine_gpus().items():
@@ -85,8 +85,8 @@ def _units(method: str, n: int) -> Number:
 def table3(runs: Runs) -> Section:
     """Throughput, and Mesh's speedup over Ring."""
     paper = {cell: value for cell, (value,) in cells.printed(3).items()}
-    found = cells.cell_records(runs, paper)
-    ours = {cell: cells.throughput(record) for cell, record in found.items()}
+    records = cells.cell_records(runs, paper)
+    ours = {cell: cells.throughput(record) for cell, record in records.items()}
     speedups = []
     for mesh in (cell for cell in paper if cell.method == "mesh"):
         ring = replace(mesh, method="ring")
@@ -101,7 +101,14 @@ def table3(runs: Runs) -> Section:
         theirs=count((row[4] for row in speedups), lambda ratio: ratio > 1),
         faster=count((row[5] for row in speedups), lambda ratio: ratio > 1),
         rows=[
-            [*cells.key(cell), found[cell].variant or "", cells.which(cell), value, ours[cell], ours[cell].over(value)]
+            [
+                *cells.key(cell),
+                records[cell].variant or "",
+                cells.which(cell),
+                value,
+                ours[cell],
+                ours[cell].over(value),
+            ]
             for cell, value in paper.items()
         ],
     )
@@ -135,9 +142,9 @@ BOUNDS = {"%": f"{POINTS:g} points", "x": f"{SHARE:.0%}", "s": f"{SHARE:.0%}", "
 
 def our_claims(runs: Runs) -> dict[str, tuple[str, Number]]:
     """Our value of each claim and how it was obtained, by the start of the claim."""
-    found = {claim: ("fitted cluster", x) for claim, x in (_speedups(runs) | scaling(runs) | waiting(runs)).items()}
-    found |= {claim: ("our tiles", number) for claim, number in three_ways(runs)["our tiles"].items()}
-    return found | {claim: ("counted", number) for claim, number in nine_gpus().items()}
+    by_claim = {claim: ("fitted cluster", x) for claim, x in (_speedups(runs) | scaling(runs) | waiting(runs)).items()}
+    by_claim |= {claim: ("our tiles", number) for claim, number in three_ways(runs)["our tiles"].items()}
+    return by_claim | {claim: ("counted", number) for claim, number in nine_gpus().items()}
 
 
 def _speedups(runs: Runs) -> dict[str, Number]:
@@ -162,7 +169,7 @@ def claims(runs: Runs) -> Section:
     for row in (row for row in rows("mesh_claims") if row["unit"]):
         claim, unit, paper = row["claim"], row["unit"], cells.stated(row["claim"])
         (start,) = (start for start in ours if claim.startswith(start) or claim.endswith(start))
-        ways = [ours[start], *((name, found[start]) for name, found in other_tiles if start in found)]
+        ways = [ours[start], *((name, theirs[start]) for name, theirs in other_tiles if start in theirs)]
         verdicts[claim] = [reproduced(value.known, paper.known, unit) for _, value in ways]
         numbers += [ours[start][1], paper]
         for (name, value), good in zip(ways, verdicts[claim], strict=True):

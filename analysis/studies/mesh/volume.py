@@ -146,10 +146,12 @@ def figure9b(runs: Runs) -> Section:
 def _claims(ways: dict[str, dict[str, Number]]) -> dict[str, Any]:
     """The rows of the stated reductions, and how near each way comes to them."""
     paper = {claim: cells.stated(claim) for claim in STATED}
-    offs = {name: [found[claim].minus(stated) for claim, stated in paper.items()] for name, found in ways.items()}
+    offs = {
+        name: [values_of[claim].minus(stated) for claim, stated in paper.items()] for name, values_of in ways.items()
+    }
     rows: list[list[Entry]] = []
     for i, (claim, stated) in enumerate(paper.items()):
-        both = ((found[claim], offs[name][i]) for name, found in ways.items())
+        both = ((values_of[claim], offs[name][i]) for name, values_of in ways.items())
         rows.append([claim, stated, *(number for pair in both for number in pair)])
     ours, theirs, wide = (count(of_way, lambda off: abs(off) <= POINTS) for of_way in offs.values())
     *_, wide_offs = offs.values()
@@ -186,26 +188,26 @@ def choices_that_match() -> tuple[int, int]:
     first, last = units[0][:, None], units[3][None, :]
     agreed = np.argwhere(np.abs(100 * (1 - last / first) - ends) <= ROUNDED)
     middle = [100 * (1 - units[i] / rings[i]) for i in (1, 2)]
-    found = 0
+    matching = 0
     for i, j in agreed:
         outer = [100 * (1 - units[0][i] / rings[0]), 100 * (1 - units[3][j] / rings[3])]
         both = np.stack(np.broadcast_arrays(middle[0][:, None], middle[1][None, :]))
         top = np.maximum(both.max(axis=0), max(outer))
         mean = (both.sum(axis=0) + sum(outer)) / 4
-        found += int(((np.abs(top - maximum) <= ROUNDED) & (np.abs(mean - average) <= ROUNDED)).sum())
-    return found, math.prod(size.size for size in units)
+        matching += int(((np.abs(top - maximum) <= ROUNDED) & (np.abs(mean - average) <= ROUNDED)).sum())
+    return matching, math.prod(size.size for size in units)
 
 
 def _by_gpus(runs: Runs) -> list[list[Entry]]:
     rows, printed, long = [], tiles_of_table5(), cells.long_cells("mesh")
-    ours, found = our_tiles(runs, long), cells.cell_records(runs, long)
+    ours, records = our_tiles(runs, long), cells.cell_records(runs, long)
     for cell in long:
         row: list[Entry] = [cell.gpus]
         for tile_of, accounting in ((ours[cell], PAYLOAD), (printed[cell], WIDE)):
             names = dict.fromkeys("x".join(map(str, tile_of[phase])) for phase in PHASES)
             ring, mesh = volume(replace(cell, method="ring"), {}, accounting), volume(cell, tile_of, accounting)
             row += [", ".join(names), ring.times(1e-9), mesh.times(1e-9), cells.reduction(mesh, ring)]
-        rows.append([*row, *(gigabytes(found[cell], field) for field in VOLUME_BOUNDS)])
+        rows.append([*row, *(gigabytes(records[cell], field) for field in VOLUME_BOUNDS)])
     return rows
 
 
@@ -213,9 +215,9 @@ def _by_dtype() -> list[list[Entry]]:
     """Section 4.5's reductions for each dtype on the wire, with and without Ring's last hop."""
     rows: list[list[Entry]] = []
     for outputs, gradients, home in product(DTYPES, DTYPES, (False, True)):
-        found = dict(list(reductions(tiles_of_table5(), Accounting(outputs, gradients, home=home)).items())[2:])
-        offs = [number.minus(cells.stated(claim)) for claim, number in found.items()]
-        rows.append([outputs, gradients, "yes" if home else "no", *found.values(), _farthest(offs)])
+        reduced = dict(list(reductions(tiles_of_table5(), Accounting(outputs, gradients, home=home)).items())[2:])
+        offs = [number.minus(cells.stated(claim)) for claim, number in reduced.items()]
+        rows.append([outputs, gradients, "yes" if home else "no", *reduced.values(), _farthest(offs)])
     return rows
 
 
@@ -232,12 +234,16 @@ KINDS = {"q and odoq": ("q", "odoq"), "kv": ("kv",), "o and dq": ("o", "dq"), "d
 def _figure(runs: Runs) -> Figure:
     """Bars of what is sent with our tiles, and marks of the volumes with table 5's tiles."""
     long = [*cells.long_cells("ring"), *cells.long_cells("mesh")]
-    found, printed = cells.cell_records(runs, long), tiles_of_table5()
+    records, printed = cells.cell_records(runs, long), tiles_of_table5()
     panels, width, palette = Panels(), 0.36, colours(list(KINDS))
     axis = panels.first
     for i, cell in enumerate(long):
         x = cells.GPUS.index(cell.gpus) + (-width / 2 - 0.02 if cell.method == "ring" else width / 2 + 0.02)
-        base, sent, by_lane = 0.0, of_record(found[cell], "comm_bytes_per_gpu"), found[cell].comm_bytes_by_lane or {}
+        base, sent, by_lane = (
+            0.0,
+            of_record(records[cell], "comm_bytes_per_gpu"),
+            records[cell].comm_bytes_by_lane or {},
+        )
         for (name, tensors), hatch in zip(KINDS.items(), ("", "//", "..", "xx"), strict=True):
             part = sum(lane_bytes for lane, lane_bytes in by_lane.items() if lane.split("/")[2] in tensors) / 1e9
             style = {"color": palette[name], "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
@@ -250,7 +256,7 @@ def _figure(runs: Runs) -> Figure:
         axis.annotate(cell.method, (x, max(base, wide.known)), (0, 5), textcoords="offset points", ha="center", size=7)
     for field, (name, dashes) in VOLUME_BOUNDS.items():
         for i, gpus in enumerate(cells.GPUS):
-            bound = gigabytes(found[next(c for c in cells.long_cells("mesh") if c.gpus == gpus)], field)
+            bound = gigabytes(records[next(c for c in cells.long_cells("mesh") if c.gpus == gpus)], field)
             style = {"color": "black", "linestyle": dashes, "linewidth": 1.2}
             panels.line({i - 0.42: bound, i + 0.42: bound}, "" if i else name, **style)
     axis.set_xticks(range(len(cells.GPUS)), [str(n) for n in cells.GPUS])

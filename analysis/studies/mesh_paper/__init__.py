@@ -58,15 +58,15 @@ def parameters(_: Runs) -> str:
 
 def fits(_: Runs) -> list[dict[str, str]]:
     """All that was fitted, the best first."""
-    found, rows = _fits(), []
-    for row in sorted(found["fits"], key=lambda row: row["aicc"]):
+    written, rows = _fits(), []
+    for row in sorted(written["fits"], key=lambda row: row["aicc"]):
         extra = ", ".join(f"{name} {value:.3g}" for name, value in row["values"].items())
         share = "a GPU" if row["own_nics"] else "a transfer"
         (median, most), (unseen, worst) = row["fitted"], row["held_out"]
         left_out = f"{row['left_out_rms']:.1%}" if row["left_out_rms"] < 1 else "one cell alone sets a parameter"
         numbers = [f"{row['squares']:.3f}", f"{row['aicc']:.1f}", left_out]
         shown = [f"{median:.1%}, {most:.0%}", f"{unseen:.1%}, {worst:.0%}"]
-        mark = " (chosen)" if row["name"] == found["chosen"] else ""
+        mark = " (chosen)" if row["name"] == written["chosen"] else ""
         rows.append([f"{row['gpus_per_node']}{mark}", share, extra, *numbers, *shown])
     head = ["GPUs of a node", "flow rate is of", "parameters", "sum of squares", "AICc", "left-out rms"]
     head += ["fitted: median, max", "held out: median, max"]

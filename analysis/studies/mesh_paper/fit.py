@@ -175,22 +175,22 @@ def fit_variant(variant: Variant) -> dict[str, Any]:
 
     start = {name: PARAMETERS[name].start for name in variant.free}
     bounds = {name: (PARAMETERS[name].low, PARAMETERS[name].high) for name in variant.free}
-    found = fit(residuals, start, bounds)
+    solution = fit(residuals, start, bounds)
     # Computed last: held-out errors choose nothing.
-    cluster = Cluster.build(variant.config(found.values))
+    cluster = Cluster.build(variant.config(solution.values))
     unseen = printed.errors(predict(cluster, cell).seconds / paper[cell] for cell in printed.held_out())
-    print(f"{variant.name}: {found.aicc:.1f} {dict(found.values)} {unseen}", file=sys.stderr, flush=True)
+    print(f"{variant.name}: {solution.aicc:.1f} {dict(solution.values)} {unseen}", file=sys.stderr, flush=True)
     return {
         "name": variant.name,
         "gpus_per_node": variant.gpus_per_node,
         "own_nics": variant.own_nics,
-        "values": dict(found.values),
-        "spread": {name: value if np.isfinite(value) else None for name, value in found.spread.items()},
-        "correlation": found.correlation.tolist(),
-        "squares": found.squares,
-        "aicc": found.aicc,
-        "left_out_rms": found.left_out_rms,
-        "fitted": printed.errors(np.exp(found.residuals)),
+        "values": dict(solution.values),
+        "spread": {name: value if np.isfinite(value) else None for name, value in solution.spread.items()},
+        "correlation": solution.correlation.tolist(),
+        "squares": solution.squares,
+        "aicc": solution.aicc,
+        "left_out_rms": solution.left_out_rms,
+        "fitted": printed.errors(np.exp(solution.residuals)),
         "held_out": unseen,
     }
 
@@ -260,8 +260,8 @@ def main() -> None:
     chosen = next(row for row in rows if row["name"] == best.name)
     config, paper = rounded(best.config(chosen["values"])), printed.paper_s()
     cluster = Cluster.build(config)
-    found = {cell: predict(cluster, cell).seconds / paper[cell] for cell in paper}
-    by_set = [printed.errors(found[cell] for cell in cells) for cells in (printed.fitted(), printed.held_out())]
+    over_paper = {cell: predict(cluster, cell).seconds / paper[cell] for cell in paper}
+    by_set = [printed.errors(over_paper[cell] for cell in cells) for cells in (printed.fitted(), printed.held_out())]
     printed.CLUSTER.write_text(cluster_file(config, *by_set))
     print(printed.CLUSTER.read_text())
 

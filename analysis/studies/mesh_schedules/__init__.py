@@ -23,11 +23,11 @@ def rows(gpus: int) -> Iterator[list[str]]:
     costs = request.cluster.profile(request.problem)
     for tile in tiles(gpus):
         for phase in PHASES:
-            found = {}
+            times = {}
             for schedule in ("paper", "searched"):
                 method = build("mesh", {"tile": tile, "schedule": schedule})
-                found[schedule] = method.schedule_time(request.problem, phase, costs)
-            paper, searched = found["paper"], found["searched"]
+                times[schedule] = method.schedule_time(request.problem, phase, costs)
+            paper, searched = times["paper"], times["searched"]
             assert paper and searched
             above = (f"{max(time.scheduled_s / time.least_s - 1, 0.0):.2%}" for time in (paper, searched))
             yield [str(gpus), f"{tile[0]} x {tile[1]}", phase, f"{paper.least_s * 1e3:.4g}", *above]

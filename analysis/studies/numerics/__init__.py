@@ -34,8 +34,8 @@ def row(wires: tuple[Record, ...]) -> list[str]:
 def table(runs: Runs, points: list[str]) -> list[dict[str, str]]:
     """The rows of points, with each wire dtype."""
     asked = [(*PROBLEM.split(), *point.split(), f"wire_dtype={wire}") for point in points for wire in WIRES]
-    found = runs.ok(asked)
-    both = zip(*(found[i :: len(WIRES)] for i in range(len(WIRES))), strict=True)
+    records = runs.ok(asked)
+    both = zip(*(records[i :: len(WIRES)] for i in range(len(WIRES))), strict=True)
     return [dict(zip(HEADER, row(wires), strict=True)) for wires in both]
 
 

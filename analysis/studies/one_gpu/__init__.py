@@ -87,7 +87,7 @@ TILES = {(8, 1): (2, 4), (16, 1): (4, 4), (64, 1): (8, 8), (256, 1): (16, 16), (
 
 def points(bench: Bench) -> list[Point]:
     """The points of all sizes, without kernel and cluster."""
-    where, found = bench.where, []
+    where, asked = bench.where, []
     common = [f"heads={where.heads}", f"head_dim={where.head_dim}", f"dtype={where.dtype}", "baseline=null"]
     for n, seqlen in bench.sizes:
         for method in METHODS:
@@ -96,8 +96,8 @@ def points(bench: Bench) -> list[Point]:
                 continue
             tile = TILES.get((n, u)) if "method=mesh" in method else None
             keys = (f"method.tile=[{tile[0]},{tile[1]}]",) if tile else ()
-            found.append((*method, *keys, f"gpus={n}", f"seqlen={seqlen}", *common, "logger=none"))
-    return found
+            asked.append((*method, *keys, f"gpus={n}", f"seqlen={seqlen}", *common, "logger=none"))
+    return asked
 
 
 def measure(folder: Path, bench: Bench) -> Iterator[str]:
@@ -205,18 +205,18 @@ def _alone_rows(folder: Path, bench: Bench, kernel: str) -> tuple[list[Row], lis
 
     Raises RequestError if a point was measured twice, by two versions of the code or on two machines.
     """
-    found: dict[str, Record] = {}
+    by_point: dict[str, Record] = {}
     for record in records.read_all(folder / "alone"):
         asked = _asked(record.config or {})
-        if asked in found:
-            rule = f"has two records of a point, {found[asked].run_id} and {record.run_id}"
+        if asked in by_point:
+            rule = f"has two records of a point, {by_point[asked].run_id} and {record.run_id}"
             raise RequestError(f"folder={folder}", rule, "the folder without one of them would work")
-        found[asked] = record
+        by_point[asked] = record
     rows, code, lacking, filed_as = [], [], [], KERNELS[kernel].published_as or kernel
     with Composer(folder / "conf") as composer:
         is_filed = filed_as in _filed(composer, bench)
         for point in points(bench):
-            record = found.get(_asked(composer.compose([*point, f"kernel={kernel}"])))
+            record = by_point.get(_asked(composer.compose([*point, f"kernel={kernel}"])))
             if record and record.status == "ok":
                 simulated = {"calibrated": _simulated(composer, point, kernel, "auto")}
                 if is_filed:

@@ -123,9 +123,9 @@ def simulated(runs: Runs) -> list[dict[str, str]]:
     rows = []
     for cluster, gpus, seqlen in CLUSTERS:
         common = ["mode=simulate", f"cluster={cluster}", f"gpus={gpus}", f"seqlen={seqlen}", *MODEL]
-        found = runs.ok([(*common, *keys) for keys in SCHEDULES.values()])
-        row = {"cluster": cluster, "GPUs": gpus, "tokens": seqlen, "compute": f"{known(found[0].compute_ms):.1f}"}
-        for name, record in zip(SCHEDULES, found, strict=True):
+        records = runs.ok([(*common, *keys) for keys in SCHEDULES.values()])
+        row = {"cluster": cluster, "GPUs": gpus, "tokens": seqlen, "compute": f"{known(records[0].compute_ms):.1f}"}
+        for name, record in zip(SCHEDULES, records, strict=True):
             tile = (record.variant or "").split()[0]
             row[name] = f"{known(record.step_ms_median):.1f} ({tile})"
         rows.append(row)

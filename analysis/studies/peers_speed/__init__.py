@@ -65,13 +65,13 @@ def rows(runs: Runs, dtype: str, links: str) -> list[dict[str, str]]:
 
 
 def _row(ours: Record, peer: Record, names: Peer, runs: Runs) -> dict[str, str]:
-    found = {"ours": names.ours, "peer": f"{names.impl} {names.algorithm}"}
-    found |= {"ours, ms [95%]": _outcome(ours), "peer, ms [95%]": _outcome(peer)}
+    row = {"ours": names.ours, "peer": f"{names.impl} {names.algorithm}"}
+    row |= {"ours, ms [95%]": _outcome(ours), "peer, ms [95%]": _outcome(peer)}
     for phase in ("step", "forward", "backward"):
         apart = other_over_one(ours, peer, runs.folder, phase)
-        found[f"{phase}, peer over ours [95%]"] = _written(apart) if apart else "-"
-    found["sent, ours and peer"] = f"{_megabytes(ours)}, {_megabytes(peer)}"
-    return found | {"errors, ours": _errors(ours), "errors, peer": _errors(peer)}
+        row[f"{phase}, peer over ours [95%]"] = _written(apart) if apart else "-"
+    row["sent, ours and peer"] = f"{_megabytes(ours)}, {_megabytes(peer)}"
+    return row | {"errors, ours": _errors(ours), "errors, peer": _errors(peer)}
 
 
 def _written(found: Ratio) -> str:

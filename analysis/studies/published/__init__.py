@@ -87,35 +87,35 @@ def left_out() -> LeftOut:
 def compared(runs: Runs) -> list[Compared]:
     """All measurements beside their simulation."""
     records = runs.ask(tuple(overrides(row)) for _, _, row, _ in asked())
-    without, found = left_out(), []
+    without, rows = left_out(), []
     for (file, line, row, config), record in zip(asked(), records, strict=True):
         place = Source(f"{file}-line-{line}", "paper", f"analysis/published/{file}.csv line {line}: {row['source']}")
         simulated = other = step_ms(record)
         if is_fitted(row, config):
             other = Number(1e3 * simulation(without.without(row, config)).step_s, "simulated", (LEFT_OUT,))
         measured = Number(float(row["measured_ms"]), "paper", (place,))
-        found.append(Compared(row, file, record.validation_kind or {}, measured, simulated, other))
-    return found
+        rows.append(Compared(row, file, record.validation_kind or {}, measured, simulated, other))
+    return rows
 
 
 def errors(runs: Runs) -> Section:
     """The errors of simulations of the measurements, by source, by links and by transfers."""
-    found = compared(runs)
+    all_rows = compared(runs)
     by = {"source": lambda one: short_source(one.row["source"])}
     by |= {name: lambda one, name=name: one.kind[name] for name in ("links", "transfers")}
     by["hardware"] = lambda one: one.row["hardware"]
     tables = {
-        f"{file}_{name}": [[group, *_spread(ones)] for group, ones in _grouped(_of(found, file), key).items()]
+        f"{file}_{name}": [[group, *_spread(ones)] for group, ones in _grouped(_of(all_rows, file), key).items()]
         for file in FILES
         for name, key in by.items()
         if name != "hardware" or file == "second"
     }
-    values = {"links": ", ".join(sorted({one.kind["links"] for one in found})), "columns": ERRORS}
+    values = {"links": ", ".join(sorted({one.kind["links"] for one in all_rows})), "columns": ERRORS}
     return section(
         "published.errors",
         **values,
-        points=tally(len(found), [one.measured for one in found]),
-        picture=_picture(found),
+        points=tally(len(all_rows), [one.measured for one in all_rows]),
+        picture=_picture(all_rows),
         **tables,
     )
 
@@ -162,9 +162,9 @@ def _picture(found: Sequence[Compared]) -> Figure:
 
 def order(runs: Runs) -> Section:
     """The number of pairs of methods that are ordered as the measurements order them."""
-    found, rows, totals = compared(runs), [], {}
+    all_rows, rows, totals = compared(runs), [], {}
     for file, words in WORDS.items():
-        ones = _of(found, file)
+        ones = _of(all_rows, file)
         totals[file] = [*_ordered(ones), pairs(_frame(ones))[2]]
         for hardware, group in _grouped(ones, lambda one: one.row["hardware"]).items():
             rows.append([words, hardware, *_ordered(group)])

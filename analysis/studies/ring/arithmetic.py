@@ -131,19 +131,19 @@ def verdict(said: Number, number: Number) -> str:
 def explainer(runs: Runs) -> Section:
     """Each result of the explainer beside its arithmetic, done again, and beside Ring Attention."""
     said, about = claims(FILE, "name"), {row["name"]: row for row in rows(FILE)}
-    found, table = {item.name: item for item in items(runs)}, []
-    for name, item in found.items():
+    by_name, table = {item.name: item for item in items(runs)}, []
+    for name, item in by_name.items():
         row, stated = about[name], said[name]
         sums = [stated, item.again, verdict(stated, item.again), item.ring, verdict(stated, item.ring)]
         table.append([row["claim"], row["unit"], *sums, row["where"]])
-    checked = {name: item.again for name, item in found.items() if item.again.value is not None}
-    rings, exposed = {name: item.ring for name, item in found.items()}, _exposed(runs)
+    checked = {name: item.again for name, item in by_name.items() if item.again.value is not None}
+    rings, exposed = {name: item.ring for name, item in by_name.items()}, _exposed(runs)
     right, facts = (
         tally(sum(is_right(said[name], number) for name, number in numbers.items()), numbers.values())
         for numbers in (checked, rings)
     )
     values = {"right": RIGHT, "sums": right, "checked": count(checked.values()), "facts": facts}
-    values |= {"all": count(said[name] for name in found), "cluster": CLUSTER}
+    values |= {"all": count(said[name] for name in by_name), "cluster": CLUSTER}
     values |= {"bytes": rings["total_bytes"].over(said["total_bytes"]), "use": checked["overlap_use"]}
     values |= {"said": said["overlap_use"], "stands": "stands" if exposed.known <= RIGHT else "does not stand"}
     values |= {"exposed": exposed, "rows": table}

@@ -78,8 +78,8 @@ def onsets(runs: Runs, chosen: Sequence[Setting]) -> list[Onset]:
 
 def condition(runs: Runs) -> Section:
     """The least block of each cluster: by the paper's condition, by kernel rates, and simulated."""
-    found, rows = onsets(runs, settings()), []
-    for onset in found:
+    all_onsets, rows = onsets(runs, settings()), []
+    for onset in all_onsets:
         setting, paper, simulated = onset.setting, onset.setting.paper_tokens(), onset.from_block
         hop = computed(setting.hop_bytes_per_s() / 1e9, *paper.sources)
         by_rates = [paper, onset.least, simulated, simulated.over(onset.least), setting.least_tokens(CAUSAL)]
@@ -89,7 +89,7 @@ def condition(runs: Runs) -> Section:
     masked = [row[8].over(row[5]) for row in rows]
     values = {"tried": len(FACTORS), "hidden": HIDDEN, "factor": CLOSEST_FACTOR, "step": STEP}
     values |= {"low": least(peaks), "high": most(peaks), "masked_low": least(masked), "masked_high": most(masked)}
-    values |= {"figure": _by_block([onset for onset in found if onset.setting.nodes > 1]), "rows": rows}
+    values |= {"figure": _by_block([onset for onset in all_onsets if onset.setting.nodes > 1]), "rows": rows}
     return section(
         "ring.condition",
         **values,

@@ -47,7 +47,7 @@ ring, striped, zigzag, all_gather, ulysses, usp, tokenring, startrail, pass_q, m
 
 def table(runs: Runs) -> list[dict[str, str]]:
     """Time, bytes and memory of each method, the fastest first."""
-    found = [runs.one(method=method, **ASKED) for method in METHODS]
+    records = [runs.one(method=method, **ASKED) for method in METHODS]
     return [
         {
             "method": named(record),
@@ -58,5 +58,5 @@ def table(runs: Runs) -> list[dict[str, str]]:
             "to other nodes, by the busiest": amount(record.comm_bytes_across_nodes_max),
             "peak memory": amount(record.peak_mem_bytes_max),
         }
-        for record in sorted(found, key=lambda record: record.step_ms_median or 0)
+        for record in sorted(records, key=lambda record: record.step_ms_median or 0)
     ]

@@ -31,8 +31,8 @@ def ask(runs: Runs) -> list[tuple[Record, Record]]:
         keys = {"cluster": "local", "mode": "measure", "gpus": ranks, "seqlen": seqlen, "heads": 4, "head_dim": 64}
         keys |= {"dtype": "float32", "phase": "forward", "iters": ITERATIONS, "warmup": 1, "parts": False}
         points += [point(method="ring", layout="contiguous", **keys), point(method="striped", **keys)]
-    found = runs.ask(points)
-    return list(zip(found[::2], found[1::2], strict=True))
+    records = runs.ask(points)
+    return list(zip(records[::2], records[1::2], strict=True))
 
 
 def speedup(ring: Record, striped: Record, runs: Runs) -> tuple[Number, Number, Number]:

@@ -101,12 +101,12 @@ def _row(cell: model.Cell) -> list[Entry]:
 def table_2_gaps() -> list[tuple[str, str, Number, Number]]:
     """(device, model, table 2's speedup, the appendix's for the same configuration)."""
     longer = {(c.device, c.model, c.mesh, c.seqlen): paper_measured(c) for c in model.cells()}
-    found = []
+    gaps = []
     for row in rows("striped_table2_speedup_256k"):
         for (device, name), mesh in zip(model.DEVICES.items(), row["mesh"].split(" / "), strict=True):
             short = of_paper(float(row[f"{device}_speedup"]), TABLE_2)
-            found.append((name, row["model"], short, longer[device, row["model"], mesh, int(row["seqlen"])]))
-    return found
+            gaps.append((name, row["model"], short, longer[device, row["model"], mesh, int(row["seqlen"])]))
+    return gaps
 
 
 def _table_2(gaps: Sequence[tuple[str, str, Number, Number]]) -> list[list[Entry]]:

@@ -96,12 +96,12 @@ class Cell:
 @cache
 def cells() -> tuple[Cell, ...]:
     """All rows of the paper's tables 3 to 5 and appendix A."""
-    found = []
+    all_cells = []
     for row in rows("striped_full_results"):
         tensor_parallel, n = map(int, row["mesh_model_x_sequence"].split("x"))
         speedups = float(row["theoretical_maximum_speedup"]), float(row["measured_speedup"])
-        found.append(Cell(row["device"], row["model"], tensor_parallel, n, int(row["seqlen"]), *speedups))
-    return tuple(found)
+        all_cells.append(Cell(row["device"], row["model"], tensor_parallel, n, int(row["seqlen"]), *speedups))
+    return tuple(all_cells)
 
 
 DEVICES = {"a100": "A100", "tpuv4": "TPUv4"}

@@ -42,17 +42,17 @@ def pair(n: int, seqlen: int, **keys: object) -> tuple[Point, Point]:
 
 def ask_pairs(runs: Runs, pairs: Sequence[tuple[Point, Point]]) -> list[tuple[Record, Record]]:
     """The records of pairs of points, Ring and Striped."""
-    found = runs.ask(one for both in pairs for one in both)
-    return list(zip(found[::2], found[1::2], strict=True))
+    records = runs.ask(one for both in pairs for one in both)
+    return list(zip(records[::2], records[1::2], strict=True))
 
 
 def attention(runs: Runs) -> Section:
     """The share of the limit 2 - 1/n that attention alone reaches, by block size."""
     grid = list(product(GPUS, BLOCKS))
-    found = ask_pairs(runs, [pair(n, n * block, heads=HEADS) for n, block in grid])
+    both = ask_pairs(runs, [pair(n, n * block, heads=HEADS) for n, block in grid])
     reached: dict[tuple[int, int], Number] = {}
     rows, of_kernels = [], []
-    for (n, block), (ring, striped) in zip(grid, found, strict=True):
+    for (n, block), (ring, striped) in zip(grid, both, strict=True):
         limit, speedup = computed(attention_limit(n), LIMIT), step_ms(ring).over(step_ms(striped))
         reached[n, block] = speedup.over(limit)
         kernels = of_record(ring, "compute_ms").over(of_record(striped, "compute_ms"))
@@ -110,11 +110,11 @@ def estimates(runs: Runs, chosen: Sequence[Cell]) -> list[Number]:
         heads = model.heads // cell.tensor_parallel
         pairs.append(pair(cell.n, cell.seqlen, heads=heads, head_dim=model.width // model.heads))
     peak = cluster_named(CLUSTER).device.peak_tflops["bfloat16"] * 1e12
-    found = []
+    gains = []
     for cell, (ring, striped) in zip(chosen, ask_pairs(runs, pairs), strict=True):
         rest = rest_ms(cell, peak)
-        found.append(layer_ms(ring, rest).over(layer_ms(striped, rest)))
-    return found
+        gains.append(layer_ms(ring, rest).over(layer_ms(striped, rest)))
+    return gains
 
 
 def whole_model(runs: Runs) -> Section:
@@ -203,9 +203,9 @@ def speedups(runs: Runs, found: Sequence[Cell]) -> list[tuple[Number, Number, Nu
 def training(runs: Runs) -> Section:
     """Each cell's speedup in training, the paper's beside the simulated one."""
     rows, over = [], []
-    for cell, found in zip(chosen(), speedups(runs, chosen()), strict=True):
-        over.append(found[-1].over(paper_measured(cell)))
-        rows.append([*shape(cell), *found, paper_tms(cell), paper_measured(cell), over[-1]])
+    for cell, gains in zip(chosen(), speedups(runs, chosen()), strict=True):
+        over.append(gains[-1].over(paper_measured(cell)))
+        rows.append([*shape(cell), *gains, paper_tms(cell), paper_measured(cell), over[-1]])
     served = [(cell, ratio) for cell, ratio in zip(chosen(), over, strict=True) if ratio.value is not None]
     long = [ratio for cell, ratio in served if cell.block >= LONG]
     ratios, refused = valued(over), [ratio for ratio in over if ratio.value is None]

@@ -45,15 +45,15 @@ def command(folder: Path) -> list[str]:
 
 def watch(folder: Path) -> list[Seen]:
     """Run the sweep and poll its state until it ends. Raises RuntimeError if it fails."""
-    started, found = time.monotonic(), []
+    started, seen = time.monotonic(), []
     with subprocess.Popen(command(folder), cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             time.sleep(POLL_S)
             if rss_mb := _rss_mb(process.pid):
-                found.append(Seen(time.monotonic() - started, _records(folder), _cpu_s(process.pid), rss_mb))
+                seen.append(Seen(time.monotonic() - started, _records(folder), _cpu_s(process.pid), rss_mb))
     if process.returncode:
         raise RuntimeError(f"the sweep ended with {process.returncode}")
-    return found
+    return seen
 
 
 def _rss_mb(pid: int) -> float:

@@ -31,13 +31,13 @@ CHUNK = source("tokenring.chunk")
 def table1(runs: Runs) -> Section:
     """The paper's comparison of parallelisms, with the volume of a GPU counted beside its words."""
     keys = {"seqlen": "256k", "causal": False, "phase": "forward"}
-    found = {
+    records = {
         (*counted, n): record
         for (counted, n), record in runs.grid(
             lambda counted, n: point(method=counted[0], kv_heads=counted[1], gpus=n, **keys), COUNTED, COUNTED_GPUS
         ).items()
     }
-    sent = {key: payload(record).over(_chunk_bytes(record)) for key, record in found.items()}
+    sent = {key: payload(record).over(_chunk_bytes(record)) for key, record in records.items()}
     paper = {row["parallelism"]: row for row in rows("token_ring_table1")}
     tensor = paper["tensor parallelism"]
     about = [tensor["parallelism"], tensor["communication"], tensor["limitation"], ""]
@@ -47,11 +47,11 @@ def table1(runs: Runs) -> Section:
         lines.append([row["parallelism"], row["communication"], row["limitation"] or "none named", kv_heads])
         lines[-1] += [number if number.value is not None else "refused" for number in counted]
     for kv_heads, (field, (name, _)) in product(dict.fromkeys(kv for _, kv in COUNTED), VOLUME_BOUNDS.items()):
-        rings = [found["ring", kv_heads, gpus] for gpus in COUNTED_GPUS]
+        rings = [records["ring", kv_heads, gpus] for gpus in COUNTED_GPUS]
         bounds = [of_record(record, field).over(_chunk_bytes(record)) for record in rings]
         lines.append([f"{name} (ours)", "", "", kv_heads, *bounds])
     n = COUNTED_GPUS[-1]
-    ring, token, refused = sent["ring", 32, n], sent["tokenring", 32, n], found["ulysses", 32, n]
+    ring, token, refused = sent["ring", 32, n], sent["tokenring", 32, n], records["ulysses", 32, n]
     refusal = f'sp_bench refuses it on {n} GPUs ("{refused.error}")'
     values = {"by_gpus": "; ".join(f"sent on {gpus} GPUs | chunks" for gpus in COUNTED_GPUS), "rows": lines}
     values |= {"token": token, "gpus": n, "ring": ring}
@@ -71,8 +71,8 @@ def _chunk_bytes(record: Record) -> Number:
 
 def nodes(runs: Runs) -> Section:
     """The hybrid of case study III: TokenRing inside nodes, Ring between them."""
-    found = runs.grid(_on_nodes, NODE_CLUSTERS, NODE_GPUS, NODE_METHODS)
-    times = {place: of_record(record, "forward_ms_median") for place, record in found.items()}
+    records = runs.grid(_on_nodes, NODE_CLUSTERS, NODE_GPUS, NODE_METHODS)
+    times = {place: of_record(record, "forward_ms_median") for place, record in records.items()}
     gains = {
         rival: [times[c, n, rival].over(times[c, n, "tokenring, hybrid"]) for c in NODE_CLUSTERS for n in NODE_GPUS]
         for rival in ("tokenring", "double_ring")
@@ -87,7 +87,7 @@ def nodes(runs: Runs) -> Section:
         verdict="holds" if low.known > 1 else "holds in part" if high.known > 1 else "does not hold",
         rows=[
             [*place, times[place], times[*place[:2], "ring"].over(times[place]), str(record.bound_by or record.error)]
-            for place, record in found.items()
+            for place, record in records.items()
         ],
     )
 

@@ -55,13 +55,13 @@ def figure6(runs: Runs) -> Section:
 
 def _paper_steps() -> dict[str, dict[int, Number]]:
     """The printed milliseconds by method and step. Ring's one number stands for its three steps with transfers."""
-    found: dict[str, dict[int, Number]] = {"ring": {}, "tokenring": {}}
+    by_method: dict[str, dict[int, Number]] = {"ring": {}, "tokenring": {}}
     for row in rows("token_ring_figure6"):
         method = row["method"].replace("_", "")
         steps = range(int(row["gpus"]) - 1) if row["step"] == "every step" else (int(row["step"]),)
         number = of_paper(float(row["time_ms"]), "token_ring_figure6", f"{row['method']}, {row['step']}")
-        found[method] |= dict.fromkeys(steps, number)
-    return found
+        by_method[method] |= dict.fromkeys(steps, number)
+    return by_method
 
 
 def _steps(record: Record) -> list[Number]:

@@ -46,19 +46,19 @@ def asked(cluster: str, gpus: int, seqlen: int, method: str, workload: str) -> P
 
 def dit(runs: Runs) -> Section:
     """DiT-XL by Ring and by TokenRing."""
-    found = runs.grid(lambda p, m, kind: asked(*p, method=m, workload=kind), PLACES, METHODS, ("attention", "dit"))
+    records = runs.grid(lambda p, m, kind: asked(*p, method=m, workload=kind), PLACES, METHODS, ("attention", "dit"))
     rows: list[list[Cell]] = []
     gains: dict[str, list[Number]] = {"": [], "_forward": [], "_step": []}
     fields = (("attention", "forward_ms_median"), ("dit", "forward_ms_median"), ("dit", "step_ms_median"))
     for place in PLACES:
         rows.append([*place])
         for of_name, (kind, field) in zip(gains.values(), fields, strict=True):
-            ring, token = (of_record(found[place, method, kind], field) for method in METHODS)
+            ring, token = (of_record(records[place, method, kind], field) for method in METHODS)
             of_name.append(ring.over(token))
             rows[-1] += [ring, token, ring.over(token)]
     return section(
         "tokenring.dit",
-        both=sends_both(found[PLACES[0], "tokenring", "attention"]),
+        both=sends_both(records[PLACES[0], "tokenring", "attention"]),
         **dict(x for name, of_name in gains.items() for x in ends(of_name, f"low{name}", f"high{name}").items()),
         times="; ".join(
             f"{name}, Ring | ms; {name}, TokenRing | ms; {name}, Ring / TokenRing || .3f"
@@ -95,9 +95,9 @@ def directions(runs: Runs) -> Section:
         keys = {"method": method, "gpus": n, "seqlen": n * DIRECTIONS_TOKENS, "phase": "forward", "cluster": cluster}
         return point(**keys, **larger, **MASKS["full"])
 
-    found = runs.grid(at, NAMES, DIRECTIONS_GPUS, METHODS)
-    both = {n: sends_both(found[MESH, n, "tokenring"]) for n in DIRECTIONS_GPUS}
-    shares = {key: _pair_of_directions(record) for key, record in found.items()}
+    records = runs.grid(at, NAMES, DIRECTIONS_GPUS, METHODS)
+    both = {n: sends_both(records[MESH, n, "tokenring"]) for n in DIRECTIONS_GPUS}
+    shares = {key: _pair_of_directions(record) for key, record in records.items()}
     gpus = DIRECTIONS_GPUS[-1]
     grows = all(both[a].known <= both[b].known for a, b in pairwise(DIRECTIONS_GPUS))
     out, into = shares[SWITCH, BOARD, "ring"]
@@ -114,7 +114,7 @@ def directions(runs: Runs) -> Section:
             [
                 n,
                 both[n],
-                _lanes(found[MESH, n, "tokenring"]),
+                _lanes(records[MESH, n, "tokenring"]),
                 *(x for c in NAMES for m in METHODS for x in shares[c, n, m]),
             ]
             for n in DIRECTIONS_GPUS
@@ -168,10 +168,10 @@ def topologies(runs: Runs) -> Section:
         return point(method=method, gpus=n, seqlen=n * tokens, phase="forward", cluster=cluster, **MASKS[mask])
 
     axes = (NAMES, MASKS, TOPOLOGY_TOKENS, TOPOLOGY_GPUS)
-    found, rows, bound = runs.grid(at, *axes, METHODS), [], []
+    records, rows, bound = runs.grid(at, *axes, METHODS), [], []
     gains: Gains = {}
     for place in product(*axes):
-        ring, token = (found[*place, method] for method in METHODS)
+        ring, token = (records[*place, method] for method in METHODS)
         times = [of_record(record, "forward_ms_median") for record in (ring, token)]
         gains[place] = times[0].over(times[1])
         bound += [gains[place]] if ring.bound_by == token.bound_by == "compute" else []

@@ -83,9 +83,9 @@ def maxtext_seconds(row: Row, record: Record) -> Number:
 
 def maxtext(runs: Runs) -> Section:
     """Steps on TPU v5p with context parallelism."""
-    found, over = rows_of(MAXTEXT), []
+    rows_of_table, over = rows_of(MAXTEXT), []
     table: list[list[Cell]] = []
-    for row, record in zip(found, runs.ask(map(maxtext_step, found)), strict=True):
+    for row, record in zip(rows_of_table, runs.ask(map(maxtext_step, rows_of_table)), strict=True):
         theirs, ours = maxtext_seconds(row, record), step_ms(record).times(1e-3)
         over.append(ours.over(theirs))
         about = [row["model"], int(row["ranks"]), int(row["seqlen"]), row["method"]]
@@ -101,13 +101,13 @@ def attention(row: Row, method: str) -> Point:
 
 def prime_rl(runs: Runs) -> Section:
     """Ulysses against ring on 8 H200, and why the steps can't be those of the whole model."""
-    found = {(int(row["ranks"]), row["method"]): row for row in rows_of(PRIME)}
-    one = found[1, "none"]
+    by_setting = {(int(row["ranks"]), row["method"]): row for row in rows_of(PRIME)}
+    one = by_setting[1, "none"]
     flops = computed(GLM_FLOPS_A_TOKEN * float(one["value"]) / int(one["gpus"]) / 1e12, GLM_FLOPS)
     table: list[list[Cell]] = []
     for ranks in (2, 4):
-        ulysses, ring = (published(found[ranks, method]) for method in ("ulysses", "ring"))
-        row = found[ranks, "ring"]
+        ulysses, ring = (published(by_setting[ranks, method]) for method in ("ulysses", "ring"))
+        row = by_setting[ranks, "ring"]
         first, *others = map(step_ms, runs.ask(attention(row, method) for method in ATTENTIONS))
         theirs, ours = ulysses.over(ring), [other.over(first) for other in others]
         table.append([ranks, ulysses, ring, theirs, *(x for o in ours for x in (o, percent_off(o, theirs)))])

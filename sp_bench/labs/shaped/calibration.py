@@ -47,7 +47,7 @@ def calibrated(config: Mapping[str, Any], hosts: Hosts, setting: Setting, ranks:
 
 def _measure(described: Hosts, setting: Setting, ranks: int, *, quick: bool) -> dict[float, list[Exchanges]]:
     """Each rank's timed exchanges, by the rate of the links in bytes/s."""
-    found, pace = {}, QUICK if quick else FULL
+    by_rate, pace = {}, QUICK if quick else FULL
     host_of = [rank // described.ranks_per_host for rank in range(ranks)]
     for rate in link_rates(described):
         print(f"links of {rate:g} bytes/s between hosts of {described.ranks_per_host}", flush=True)
@@ -56,8 +56,8 @@ def _measure(described: Hosts, setting: Setting, ranks: int, *, quick: bool) -> 
             job = "sp_bench.labs.shaped.exchanges:measure_exchanges"
             pause_s = hosts.burst_bytes / rate  # until an idle link has regained its burst
             limited = rate != UNSHAPED_BYTES_PER_S
-            found[rate] = pool.run(job, setting, pace, hosts.ranks_per_host, pause_s, limited)
-    return found
+            by_rate[rate] = pool.run(job, setting, pace, hosts.ranks_per_host, pause_s, limited)
+    return by_rate
 
 
 def link_rates(hosts: Hosts) -> tuple[float, float, float]:
@@ -95,7 +95,7 @@ def with_hosts(
     beside = fit(_later_s(shaped, hosts, "beside_s"), idle.payload_share)
     all_cores_per_s = min(cores_here(), len(at)) * np.array(at[0].alone_blocks_per_s)
     crowding = float(np.median(all_cores_per_s / _together(at, "crowded_blocks_per_s")))
-    found = (
+    all_figures = (
         _of_links(shaped, idle, beside),
         Figures(
             {"flow_bytes_per_s": _most_bytes_per_s(_medians_s({1.0: unshaped}, hosts, "beside_s"))},
@@ -114,7 +114,7 @@ def with_hosts(
     )
     for figure in ("rates", "matmul_tflops", "elementwise_bytes_per_s, layer_launch_s"):
         sources[figure] += crowded
-    values = {key: rounded(value) for figures in found for key, value in figures.values.items()}
+    values = {key: rounded(value) for figures in all_figures for key, value in figures.values.items()}
     return {
         **kept,
         "lab": hosts.lab,
@@ -124,7 +124,7 @@ def with_hosts(
             **scaled_device(config["device"], 1 / crowding),
             "transfer_slowdown": 0.0,  # apart from the core time that transfers take
         },
-        "sources": {**sources, **{key: source for figures in found for key, source in figures.sources.items()}},
+        "sources": {**sources, **{key: source for figures in all_figures for key, source in figures.sources.items()}},
     }
 
 

@@ -47,14 +47,14 @@ class ShapedEffects(Effects):
         """
         if not messages:  # an all-to-all of one rank
             return []
-        found, hosts = [], self._hosts
+        carried, hosts = [], self._hosts
         most_bytes_per_s = self._most_bytes_per_s(messages) if by_library else math.inf
         for message, sharers in zip(messages, self._find_sharers(messages), strict=True):
             sent = np.broadcast_to(message.bytes, self._simulated.size)
             core_s_per_byte = hosts.core_s_per_byte + len(message.field_bytes) * hosts.message_core_s / np.maximum(
                 message.bytes, 1
             )
-            found.append(
+            carried.append(
                 Wire(
                     weight=np.where(message.inter, self._shares(sent), 1.0),
                     later_bytes=np.where(message.inter, hosts.at_once_bytes(message.bytes, sharers), 0.0),
@@ -62,7 +62,7 @@ class ShapedEffects(Effects):
                     most_bytes_per_s=np.where(message.inter, most_bytes_per_s, math.inf),
                 )
             )
-        return found
+        return carried
 
     def _most_bytes_per_s(self, messages: Sequence[Message]) -> np.ndarray | float:
         """The most of its host's link that each message of a library's all-to-all gets, in bytes/s: (q,), or inf."""

@@ -42,7 +42,7 @@ def measure_exchanges(setting: Setting, pace: Pace, ranks_per_host: int, pause_s
     Timed messages start on links that were idle for `pause_s`. If links are not `limited`, only the times of messages
     are measured.
     """
-    rank, n, found = dist.get_rank(), dist.get_world_size(), Exchanges()
+    rank, n, exchanges = dist.get_rank(), dist.get_world_size(), Exchanges()
     transport, block_s = GlooTransport(dist.group.WORLD), block_clock(setting, min(setting.sizes))
     ring = (rank + ranks_per_host) % n, (rank - ranks_per_host) % n
     messages = {size: Message(transport, size) for size in pace.message_bytes}
@@ -52,7 +52,7 @@ def measure_exchanges(setting: Setting, pace: Pace, ranks_per_host: int, pause_s
     sizes = sorted({short, long}) if limited else []
     rounds = {size: Rounds(setting, transport, size, ranks_per_host, size == long) for size in sizes}
     for repetition in range(1 + setting.repetitions):
-        kept = found if repetition else Exchanges()
+        kept = exchanges if repetition else Exchanges()
         if rank == 0:
             kept.alone_blocks_per_s.append(_per_s(block_s, pace.crowd_s / n))
         dist.barrier()
@@ -92,7 +92,7 @@ def measure_exchanges(setting: Setting, pace: Pace, ranks_per_host: int, pause_s
                 kept.beside_spread += spread(blocks_s)
     for hops in rounds.values():
         hops.close()
-    return found
+    return exchanges
 
 
 def _spaced_s(exchange: Callable[[], float], pause_s: float, times: int) -> float:
@@ -119,15 +119,15 @@ class Pairs:
 
     def __call__(self) -> Samples:
         """The arrival of the first message over the arrival of both, for each pair. All ranks start a pair together."""
-        found = []
+        shares = []
         with lane_threads(2) as lanes:
             for _ in range(TIMED):
                 dist.barrier()
                 started = time.perf_counter()
                 ends = [lanes.submit(exchange) for exchange in self._exchanges]
                 first, last = sorted(end.result() - started for end in ends)
-                found.append(first / last)
-        return found
+                shares.append(first / last)
+        return shares
 
 
 class AllToAlls:
