@@ -1,187 +1,79 @@
-"""The host's time to queue a plan: `python -m benchmarks.host_path [ranks=8,64,256,1024]` prints a table.
+"""The host's time to queue a plan: `python -m benchmarks.host_path [ranks=8,64,256] [before=CHECKOUT]` prints a table.
 
-One process runs the program of one rank as it does on a GPU, with everything stubbed that a GPU or NCCL would do:
-kernels return empty tensors, streams and events are numbers, torch.distributed is torch's own with the backend that
-sends nothing (`fake`), and triton compiles its kernels for an H100, and launches nothing. What is left is the time of
-Python, torch and triton.
+One process runs the program of one rank as it does on a GPU, with everything stubbed that a GPU or NCCL would do
+(host_stubs.py). What is left is the time of Python, torch and triton. In turn with each plan runs the loop of
+ring-flash-attention (Zhu 2024), its own code from its package with the same stubs: `zigzag` beside its zigzag loop, all
+others beside its ring loop, of as many ranks. `theirs` is a step of that loop, which is a block with its merges and its
+share of the messages; a transfer of theirs is one batch of messages for K and V.
 
-Beside each plan, in turn with it, runs a loop as ring-flash-attention has it (Zhu 2024), written from its published
-algorithm: each step sends and receives K and V in one batch, calls a kernel and merges out and lse by torch's
-operations, on tensors of two tokens; backward it sends the gradients of K and V on a second ring. Blocks alone leave
-out the transfers of both, transfers alone the blocks. Times are medians of REPETITIONS executions of forward and
-backward, of the thread's own time.
+A phase's time is the thread's own, whatever else the machine does: the median of REPETITIONS executions, and a ratio
+that of the ratios of executions in turn. Blocks alone leave out the transfers, transfers alone the blocks.
+
+`before=CHECKOUT` runs the code of another checkout of this repository too, in processes in turn with this one's, and
+puts its times beside them, with those of the loop in the same processes.
 """
 
 from __future__ import annotations
 
-import importlib
+import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
-from torch.nn import functional
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.host_stubs import StubDevice, StubKernel, stub_flash_attn_backward, stub_flash_attn_forward, stubbed
 from sp_bench.cli.arguments import only_keys, run_command
-from sp_bench.kernels import fold
-from sp_bench.kernels.contract import BlockKernel
+from sp_bench.errors import RequestError
 from sp_bench.markdown import of_rows
 from sp_bench.methods import build
+from sp_bench.peers.registry import PEERS
 from sp_bench.plan.costs import COMPUTE_BOUND
-from sp_bench.plan.mask import FULL
+from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Block, Plan, Transfer
 from sp_bench.plan.problem import Problem
-from sp_bench.run.devices import HostClock
 from sp_bench.run.engine import Engine, Saved
 from sp_bench.run.executor import Action
 from sp_bench.run.nccl import NcclTransport
 
-RANKS = (8, 64, 256, 1024)
-REPETITIONS = 5
+RANKS = (8, 64, 256)
+REPETITIONS = 25
+ROUNDS = 3
+"""Processes of each checkout that are compared."""
 HEAD_DIM, TOKENS = 8, 2
 METHODS: dict[str, Callable[[int], dict[str, object]]] = {
     "ring": lambda n: {},
     "zigzag": lambda n: {},
-    "mesh": lambda n: {"tile": (2 ** (n.bit_length() // 2), 2 ** ((n.bit_length() - 1) // 2))},
     "all_gather": lambda n: {},
     "tokenring": lambda n: {},
+    "mesh": lambda n: {"tile": (2 ** (n.bit_length() // 2), 2 ** ((n.bit_length() - 1) // 2))},
     "ulysses": lambda n: {},
 }
 """Options by number of ranks, a power of two."""
-
-
-class StubKernel(BlockKernel):
-    """Returns tensors with nothing in them."""
-
-    name: ClassVar[str] = "stub"
-
-    @classmethod
-    def refuses(cls, device: str, dtype: str, head_dim: int) -> str:
-        return ""
-
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-
-    def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-@dataclass
-class StubDevice(HostClock):
-    """A device that does nothing (run.devices.Device), and counts what is asked of it."""
-
-    capturing: bool = False
-    finished: Any = None
-    asked: Counter[str] = field(default_factory=Counter)
-
-    def current(self) -> int:
-        return -1
-
-    def lane(self, number: int) -> int:
-        return number
-
-    def switch(self, stream: int) -> None:
-        """Change no stream: this device has one."""
-
-    def record(self, stream: int, event: int | None = None) -> int:
-        self.asked["record"] += 1
-        return 0
-
-    def wait(self, stream: int, event: int) -> None:
-        self.asked["wait"] += 1
-
-    def mark(self) -> float:
-        self.asked["mark"] += 1
-        return 0.0
-
-    def capture(self, queue: Callable[[], Any]) -> tuple[None, Any]:
-        return None, queue()
-
-    def replay(self, graph: None) -> None:
-        """Do nothing: capture has called what it would queue."""
-
-
-class TritonDriver:
-    """A GPU for triton (triton.runtime.driver) on which nothing is launched."""
-
-    launched: ClassVar[list[tuple]] = []
-    """The arguments of the last launch."""
-    utils = SimpleNamespace(
-        load_binary=lambda *kernel: (0, 0, 0, 0, 1024),
-        unload_module=lambda module: None,
-        get_device_properties=lambda device: {"max_shared_mem": 2**20},
-    )
-
-    @staticmethod
-    def launcher_cls(source: object, metadata: object) -> Callable[..., None]:
-        """The function that would launch a kernel."""
-
-        def launch(*given: Any) -> None:
-            TritonDriver.launched[:] = [given]
-
-        return launch
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
-@contextmanager
-def triton_stubbed() -> Iterator[Any]:
-    """The module of the kernels that GPUs take, which are compiled and not launched; folds of CPU tensors take them."""
-    from triton.runtime import driver
-
-    fold_triton = importlib.import_module("sp_bench.kernels.fold_triton")
-    with ExitStack() as all_of:
-        all_of.enter_context(patch.object(driver, "_active", TritonDriver()))
-        all_of.enter_context(patch.object(fold, "fused_on", lambda device: fold_triton))
-        yield fold_triton
-
-
-@contextmanager
-def stubbed(rank: int, n: int) -> Iterator[None]:
-    """torch.distributed of n ranks that takes everything and sends nothing, and triton that launches nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=n)
-    try:
-        with triton_stubbed(), patch.object(c10d, "_set_pg_timeout", lambda *timeout: None):
-            yield
-    finally:
-        dist.destroy_process_group()
+OF_BLOCKS = tuple(name for name in METHODS if name != "ulysses")
+"""The methods with many blocks."""
 
 
 class PlanStep:
     """A method's forward and backward on one rank of n."""
 
     def __init__(self, name: str, n: int, *, heads: int | None = None, timed: bool = False) -> None:
-        """Within `stubbed`. Ulysses has a head for each rank."""
-        heads = heads or (n if name == "ulysses" else 2)
+        """Within `stubbed`. Ulysses has a head for each rank; zigzag has a causal mask, which it is for."""
+        heads, mask = heads or (n if name == "ulysses" else 2), CAUSAL if name == "zigzag" else FULL
         method = build(name, METHODS[name](n))
-        problem = Problem(
-            n=n, seqlen=TOKENS * n, heads=heads, kv_heads=heads, head_dim=HEAD_DIM, mask=FULL, dtype="bfloat16",
-            layout=FULL.layout(method.layout),
-        )  # fmt: skip
+        problem = _problem(n, heads, mask, method.layout)
         method = method.candidates(problem)[0]
         self.plans: dict[str, Plan] = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
         self.problem, self.device = method.assigned(problem), StubDevice()
@@ -200,140 +92,193 @@ class PlanStep:
         self.inputs = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(4)]
         self.saved: Saved = {}
 
-    def __call__(self, action: Action) -> None:
-        q, k, v, dout = self.inputs
+    def __call__(self, action: Action = Action.EVERYTHING) -> None:
+        self.forward(action)
+        self.backward(action)
+
+    def forward(self, action: Action = Action.EVERYTHING) -> None:
+        """Queue a forward; what it saves is kept if it is whole."""
+        q, k, v, _ = self.inputs
         _, saved = self.engine.forward(q, k, v, action)
         self.saved = saved if action is Action.EVERYTHING else self.saved
-        self.engine.backward(dout, self.saved, action)
 
-    def count(self, kind: Any) -> int:
-        """How many operations of a kind the step has."""
-        return sum(isinstance(op, kind) for plan in self.plans.values() for op in plan.ops)
+    def backward(self, action: Action = Action.EVERYTHING) -> None:
+        """Queue the backward of the last forward that was whole."""
+        self.engine.backward(self.inputs[3], self.saved, action)
 
-
-class RingStep:
-    """ring_flash_attn's loop, forward and backward, of n full blocks."""
-
-    def __init__(self, n: int) -> None:
-        self.n, self.kernel = n, StubKernel()
-        self.q, self.k, self.v, self.dout = (
-            torch.zeros(1, TOKENS, 2, HEAD_DIM, dtype=torch.bfloat16) for _ in range(4)
-        )
-
-    def __call__(self, action: Action) -> None:
-        sends, computes = action is not Action.COMPUTE, action is not Action.COMMUNICATION
-        out, lse = self._forward(sends, computes)
-        self._backward(out, lse, sends, computes)
-
-    def _forward(self, sends: bool, computes: bool) -> tuple[Any, Any]:
-        ring, k, v, out, lse = _Ring(self.n, sends), self.k, self.v, None, None
-        for step in range(self.n):
-            if step + 1 < self.n:
-                next_k, next_v = ring.send_recv(k), ring.send_recv(v)
-                ring.commit()
-            if computes:
-                part, part_lse = self.kernel._forward(self.q, k, v, False)
-                out, lse = _merged(out, lse, part, part_lse)
-            if step + 1 < self.n:
-                ring.wait()
-                k, v = next_k, next_v  # pyright: ignore[reportPossiblyUnboundVariable]
-        if out is None or lse is None:
-            return self.q, self.q.new_zeros((1, 2, TOKENS), dtype=torch.float32)
-        return out.to(torch.bfloat16), lse.squeeze(dim=-1).transpose(1, 2)
-
-    def _backward(self, out: Tensor, lse: Tensor, sends: bool, computes: bool) -> None:
-        keys, gradients = _Ring(self.n, sends), _Ring(self.n, sends)
-        k, v, dq, dk, dv, next_dk, next_dv = self.k, self.v, None, None, None, None, None
-        grads = (self.q, self.k, self.v)
-        for step in range(self.n):
-            if step + 1 < self.n:
-                next_k, next_v = keys.send_recv(k), keys.send_recv(v)
-                keys.commit()
-            if computes:
-                grads = self.kernel._backward(self.dout, self.q, k, v, out, lse, False)
-            if dq is None or dk is None or dv is None:
-                dq, dk, dv = (x.to(torch.float32) for x in grads)
-            else:
-                if computes:
-                    dq += grads[0]
-                gradients.wait()
-                assert next_dk is not None and next_dv is not None
-                if computes:
-                    dk, dv = grads[1] + next_dk, grads[2] + next_dv
-            if step + 1 < self.n:
-                keys.wait()
-                k, v = next_k, next_v  # pyright: ignore[reportPossiblyUnboundVariable]
-            next_dk, next_dv = gradients.send_recv(dk), gradients.send_recv(dv)
-            gradients.commit()
-        gradients.wait()
+    def count(self, kind: Any, phase: str | None = None) -> int:
+        """How many operations of a kind a phase has, or the step."""
+        plans = self.plans.values() if phase is None else [self.plans[phase]]
+        return sum(isinstance(op, kind) for plan in plans for op in plan.ops)
 
 
-class _Ring:
-    """The messages of a ring: two for each tensor, in one batch."""
+def _problem(n: int, heads: int, mask: Mask, layout: str) -> Problem:
+    return Problem(
+        n=n, seqlen=TOKENS * n, heads=heads, kv_heads=heads, head_dim=HEAD_DIM, mask=mask, dtype="bfloat16",
+        layout=mask.layout(layout),
+    )  # fmt: skip
 
-    def __init__(self, n: int, sends: bool) -> None:
-        self._sends, self._to, self._from = sends, 1 % n, n - 1
-        self._ops: list[Any] = []
-        self._works: list[Any] = []
 
-    def send_recv(self, x: Tensor) -> Tensor:
-        if not self._sends:
-            return x
-        into = torch.empty_like(x)
-        self._ops.append(dist.P2POp(dist.isend, x, self._to))
-        self._ops.append(dist.P2POp(dist.irecv, into, self._from))
-        return into
+class TheirStep:
+    """ring-flash-attention's loop, forward and backward, of a rank of n: n blocks in each."""
 
-    def commit(self) -> None:
-        if self._sends:
-            self._works = dist.batch_isend_irecv(self._ops)
+    def __init__(self, name: str, n: int) -> None:
+        """Within `stubbed`. Raises RequestError if the package is not installed."""
+        mask = CAUSAL if name == "zigzag" else FULL
+        peer = PEERS["ring_flash_attn"].build({}, mask=mask)
+        peer.attention(_problem(n, 2, mask, peer.layout), torch.device("cpu"))  # it imports the package
+        self.n, self._loop = n, "zigzag_ring_flash_attn" if mask is CAUSAL else "ring_flash_attn"
+        self._module: Any = sys.modules[f"ring_flash_attn.{self._loop}"]
+        self._how = {"softmax_scale": HEAD_DIM**-0.5, "causal": mask is CAUSAL}
+        self._inputs = [torch.zeros(1, TOKENS, 2, HEAD_DIM, dtype=torch.bfloat16) for _ in range(4)]
+        self._found: tuple[Tensor, ...] = ()
+
+    def __call__(self, action: Action = Action.EVERYTHING) -> None:
+        self.forward(action)
+        self.backward(action)
+
+    def forward(self, action: Action = Action.EVERYTHING) -> None:
+        """Queue a forward, or its blocks or n batches of messages alone."""
+        q, k, v, _ = self._inputs
+        if action is Action.COMMUNICATION:
+            self._batches(k, v)
+            return
+        with self._stubs(action):
+            self._found = getattr(self._module, f"{self._loop}_forward")(None, q, k, v, **self._how)
+
+    def backward(self, action: Action = Action.EVERYTHING) -> None:
+        """Queue the backward of the last forward, or its blocks or n batches of messages alone."""
+        q, k, v, dout = self._inputs
+        if action is Action.COMMUNICATION:
+            self._batches(k, v)
+            return
+        with self._stubs(action):
+            getattr(self._module, f"{self._loop}_backward")(None, dout, q, k, v, *self._found, **self._how)
+
+    def _batches(self, k: Tensor, v: Tensor) -> None:
+        ring = self._module.RingComm(None)
+        for _ in range(self.n):
+            ring.send_recv_kv(k, v)
+            ring.wait()
+
+    def _stubs(self, action: Action) -> Any:
+        stubs = {"_flash_attn_forward": stub_flash_attn_forward, "_flash_attn_backward": stub_flash_attn_backward}
+        stubs |= {"RingComm": _NoRing} if action is Action.COMPUTE else {}
+        return patch.multiple(self._module, **stubs)
+
+
+class _NoRing:
+    """A ring without messages, on which tensors come back at once (ring_flash_attn.utils.RingComm)."""
+
+    def __init__(self, group: None) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def send_recv_kv(self, k: Tensor, v: Tensor, *buffers: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The tensors that came: those that were sent."""
+        return k, v
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works, self._ops = [], []
+        """Do nothing."""
 
 
-def _merged(out: Tensor | None, lse: Tensor | None, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The merge of ring-flash-attention, of out_BSHD in fp32 and lse_BSH1."""
-    part_lse = part_lse.transpose(-2, -1).unsqueeze(dim=-1)
-    if out is None or lse is None:
-        return part.to(torch.float32), part_lse
-    out = out - functional.sigmoid(part_lse - lse) * (out - part.to(torch.float32))
-    return out, lse - functional.logsigmoid(lse - part_lse)
+class Times(NamedTuple):
+    """The median microseconds of a phase, and of that of the loop in turn with it."""
+
+    mine: float
+    theirs: float
+    ratio: float
+    """The median of the ratios in turn."""
 
 
-def us(steps: Sequence[Callable[[Action], None]], action: Action) -> list[float]:
-    """The median microseconds of each step, in turn: the thread's own, whatever else the machine does."""
-    taken: list[list[float]] = []
-    for _ in range(1 + REPETITIONS):
-        taken.append([])
-        for step in steps:
-            started = time.thread_time()
-            step(action)
-            taken[-1].append(time.thread_time() - started)
-    return [1e6 * median(of_step) for of_step in zip(*taken[1:], strict=True)]
+def times(mine: Callable[[Action], None], theirs: Callable[[Action], None], action: Action) -> Times:
+    """Medians of REPETITIONS executions in turn: the thread's own time, whatever else the machine does."""
+    taken: list[tuple[float, float]] = []
+    for _ in range(2 + REPETITIONS):  # the first ones compile
+        started = time.thread_time()
+        mine(action)
+        between = time.thread_time()
+        theirs(action)
+        taken.append((1e6 * (between - started), 1e6 * (time.thread_time() - between)))
+    taken = taken[2:]
+    mine_us, theirs_us = (median(each) for each in zip(*taken, strict=True))
+    return Times(mine_us, theirs_us, median(a / b for a, b in taken))
 
 
-def row(name: str, n: int) -> dict[str, str]:
-    """A line of the table."""
+def measured(name: str, n: int) -> dict[str, Any]:
+    """What is known of a method on a rank of n: times in microseconds, by block or transfer, and counts."""
     with stubbed(n // 2 + 1, n):
-        mine, ring = PlanStep(name, n), RingStep(n)
-        blocks, transfers, hops = mine.count(Block), mine.count(Transfer), 3 * n - 2
-        spent = {action: us((mine, ring), action) for action in Action}
-        asked = Counter(mine.device.asked)
-        mine(Action.EVERYTHING)
-        asked = mine.device.asked - asked
-    whole, alone, sent = (spent[a] for a in (Action.EVERYTHING, Action.COMPUTE, Action.COMMUNICATION))
-    return {
-        "method": name, "ranks": str(n), "blocks": str(blocks), "transfers": str(transfers),
-        "us a block, all": f"{whole[0] / blocks:.0f}", "ring's loop, all": f"{whole[1] / (2 * n):.0f}",
-        "ratio": f"{whole[0] / blocks / (whole[1] / (2 * n)):.2f}",
-        "us a block, alone": f"{alone[0] / blocks:.0f}", "ring's loop, blocks": f"{alone[1] / (2 * n):.0f}",
-        "us a transfer": f"{sent[0] / transfers:.0f}", "ring's loop, a batch": f"{sent[1] / hops:.0f}",
-        "events a block": f"{(asked['mark'] + asked['record']) / blocks:.1f}",
-        "timed": f"{asked['mark'] / blocks:.1f}",
-    }  # fmt: skip
+        step, loop = PlanStep(name, n), TheirStep(name, n)
+        counts = {phase: (step.count(Block, phase), step.count(Transfer, phase)) for phase in PHASES}
+        blocks, transfers = (sum(each) for each in zip(*counts.values(), strict=True))
+        measures: dict[str, Any] = {"method": name, "ranks": n, "blocks": blocks, "transfers": transfers}
+        for phase in PHASES:
+            of_phase = times(getattr(step, phase), getattr(loop, phase), Action.EVERYTHING)
+            measures[phase] = _by(of_phase, counts[phase][0], n)
+        measures["blocks alone"] = _by(times(step, loop, Action.COMPUTE), blocks, 2 * n)
+        measures["transfer"] = _by(times(step, loop, Action.COMMUNICATION), transfers, 2 * n)
+        asked = Counter(step.device.asked)
+        step()
+        measures["events"] = (step.device.asked - asked)["record"] / blocks
+    return measures
+
+
+def _by(found: Times, mine: int, theirs: int) -> list[float]:
+    """(microseconds of one of mine, of one of theirs, their ratio)."""
+    return [found.mine / mine, found.theirs / theirs, found.ratio * theirs / mine]
+
+
+def row(found: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """A line of the table, with the times of an earlier checkout if there are any."""
+    cells = {key: str(found[key]) for key in ("method", "ranks", "blocks", "transfers")}
+    for part in (*PHASES, "blocks alone", "transfer"):
+        mine, theirs, ratio = found[part]
+        if before:
+            cells |= {f"{part}, before": f"{before[part][0]:.1f}", f"{part}, theirs then": f"{before[part][1]:.1f}"}
+            cells |= {f"{part}, ratio before": f"{before[part][2]:.2f}"} if part != "transfer" else {}
+        cells |= {f"{part}, us": f"{mine:.1f}", f"{part}, theirs": f"{theirs:.1f}"}
+        cells |= {f"{part}, ratio": f"{ratio:.2f}"} if part != "transfer" else {}
+    return cells | {"events a block": f"{found['events']:.1f}"}
+
+
+def rows(methods: Sequence[str] = OF_BLOCKS, ranks: Sequence[int] = RANKS) -> list[dict[str, str]]:
+    """The table of this code."""
+    torch.set_num_threads(1)
+    return [row(measured(name, n)) for name in methods for n in ranks]
+
+
+def compared(before: Path, methods: Sequence[str] = OF_BLOCKS, ranks: Sequence[int] = RANKS) -> list[dict[str, str]]:
+    """The table of this code with the times of another checkout, by processes in turn: medians of ROUNDS of each.
+
+    The other's sp_bench is timed by this benchmark. Raises RequestError if `before` is no checkout.
+    """
+    if not (before / "sp_bench").is_dir():
+        rule = "has no folder sp_bench"
+        raise RequestError(f"before={before}", rule, "the folder of a checkout, as git worktree add makes, would work")
+    asked = [f"methods={','.join(methods)}", f"ranks={','.join(map(str, ranks))}", "json=true"]
+    here = Path(__file__).resolve().parent.parent
+    of_each: dict[Path, list[list[dict[str, Any]]]] = {before: [], here: []}
+    with tempfile.TemporaryDirectory() as folder:
+        for path in before.resolve().iterdir():
+            (Path(folder) / path.name).symlink_to((here if path.name == "benchmarks" else before.resolve()) / path.name)
+        for _ in range(ROUNDS):
+            for checkout, root in ((before, folder), (here, str(here))):
+                done = subprocess.run(
+                    [sys.executable, "-m", "benchmarks.host_path", *asked], cwd=root, text=True,
+                    env=os.environ | {"PYTHONPATH": root}, stdout=subprocess.PIPE, check=True,
+                )  # fmt: skip
+                of_each[checkout].append(json.loads(done.stdout))
+    of_before, of_now = (_medians(rounds) for rounds in of_each.values())
+    return [row(now, then) for now, then in zip(of_now, of_before, strict=True)]
+
+
+def _medians(rounds: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """The rows of several processes as one: the median of each number."""
+    for of_row in zip(*rounds, strict=True):
+        lists = {key: [found[key] for found in of_row] for key in of_row[0]}
+        yield {
+            key: [median(each) for each in zip(*values, strict=True)] if isinstance(values[0], list) else values[0]
+            for key, values in lists.items()
+        }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -342,12 +287,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(arguments: list[str]) -> int:
-    defaults = {"ranks": ",".join(map(str, RANKS)), "methods": ",".join(METHODS)}
+    defaults = {"ranks": ",".join(map(str, RANKS)), "methods": ",".join(METHODS), "before": "", "json": "false"}
     keys = defaults | only_keys(arguments, defaults)
     torch.set_num_threads(1)
+    methods, ranks = keys["methods"].split(","), [int(n) for n in keys["ranks"].split(",")]
+    if keys["json"] == "true":
+        print(json.dumps([measured(name, n) for name in methods for n in ranks]))
+        return 0
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}\n")
-    rows = [row(name, int(n)) for name in keys["methods"].split(",") for n in keys["ranks"].split(",")]
-    print(of_rows(rows))
+    before = keys["before"]
+    print(of_rows(compared(Path(before), methods, ranks) if before else rows(methods, ranks)))
     return 0
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -19,6 +20,11 @@ from torch import Tensor
 from sp_bench.kernels.entries import Entries
 from sp_bench.kernels.pieces import Pieces
 from sp_bench.plan.regions import Region, RegionKind
+
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(out_BSHD, lse_BHS) of q, k and v."""
+Gradients = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(dq, dk, dv) of dout, q, k, v, out and lse."""
 
 
 class BlockKernel(ABC):
@@ -128,6 +134,27 @@ class BlockKernel(ABC):
             for grad, part, part_slice in zip(grads, parts, (rows, columns, columns), strict=True):
                 grad[:, part_slice] = part
         return grads[0], grads[1], grads[2]
+
+    def forward_of(self, mask: RegionKind, queries: int, keys: int, dims: tuple[int, int]) -> Forward:
+        """`forward` of blocks of one kind and size, with heads of `dims` (of keys, of values) elements: the backend's
+        own function, where nothing is to be done beside it.
+        """
+        forward = self.forward
+        if getattr(forward, "__func__", None) is BlockKernel.forward and self._is_plain(mask, queries, keys, dims):
+            return partial(self._forward, causal=mask is RegionKind.CAUSAL)
+        return lambda q, k, v: forward(q, k, v, mask)
+
+    def gradients_of(self, mask: RegionKind, queries: int, keys: int, dims: tuple[int, int]) -> Gradients:
+        """`gradients`, as `forward_of` has `forward`."""
+        gradients = self.gradients
+        if getattr(gradients, "__func__", None) is BlockKernel.gradients and self._is_plain(mask, queries, keys, dims):
+            return partial(self._backward, causal=mask is RegionKind.CAUSAL)
+        return lambda dout, q, k, v, out, lse: gradients(dout, q, k, v, out, lse, mask)
+
+    def _is_plain(self, mask: RegionKind, queries: int, keys: int, dims: tuple[int, int]) -> bool:
+        """Whether a block is one call of the backend, on the tensors as they are."""
+        square = mask is RegionKind.CAUSAL and queries == keys
+        return (mask is RegionKind.FULL or square) and queries > 0 and keys > 0 and not self.pads(*dims)
 
     def pads(self, head_dim: int, value_dim: int) -> bool:
         """Whether values of that width are computed as wide as keys."""

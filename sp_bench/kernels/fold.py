@@ -61,34 +61,58 @@ def fold_unfused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) 
     out.lerp_(in_dtype(part_out, out.dtype), weight.transpose(1, 2).unsqueeze(-1))
 
 
-def add_(totals: Tensors, parts: Tensors) -> None:
-    """Add gradients_BSHD to their sums, in place: those of a chunk in one kernel on CUDA, casts included."""
+def add_(totals: Tensors, parts: Tensors, fused: Any = None) -> None:
+    """Add gradients_BSHD to their sums, in place: all in one kernel on CUDA, casts included, if they are alike.
+
+    `fused` is `fused_on` their device, if the caller knows it.
+    """
     x = totals[0]
-    if x.dtype == torch.float32 and (fused := fused_on(x.device)) and _alike(totals) and _alike(parts):
-        fused.sums_fused_(totals, parts, adds=True)
-    elif len(totals) == 1:
-        totals[0].add_(parts[0])
+    fused = fused or (fused_on(x.device) if x.dtype == torch.float32 else None)
+    if fused and fused.sums_fused_(totals, parts, added=2 ** len(totals) - 1):
+        return
+    if len(totals) == 1:
+        x.add_(parts[0])
     else:
         torch._foreach_add_(totals, parts)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def packed_in(parts: Tensors, dtype: torch.dtype) -> Tensors:
-    """x_BSHD in that dtype, contiguous: x itself if it is so, else on CUDA by one kernel for all of a chunk."""
+def packed_in(parts: Tensors, dtype: torch.dtype, fused: Any = None) -> Tensors:
+    """x_BSHD in that dtype, contiguous: x itself if it is so, else on CUDA by one kernel for all of a chunk.
+
+    `fused` as in `add_`.
+    """
     if all(x.dtype == dtype and x.is_contiguous() for x in parts):
         return parts
-    if dtype == torch.float32 and (fused := fused_on(parts[0].device)) and _alike(parts):
+    fused = (fused or fused_on(parts[0].device)) if dtype == torch.float32 else None
+    if fused and _alike(parts):
         made = tuple([torch.empty(x.shape, dtype=dtype, device=x.device) for x in parts])
-        fused.sums_fused_(made, parts, adds=False)
-        return made
+        if fused.sums_fused_(made, parts, added=0):
+            return made
     return tuple([in_dtype(x, dtype).contiguous() for x in parts])
 
 
-def fold_each_(totals: Sequence[Pair], parts: Sequence[Pair]) -> None:
-    """`fold_` of several parts, each into an accumulator of its own: on CUDA in one kernel, if all are alike."""
+def among_zeros(parts: Tensors, tokens: int, first: int, dtype: torch.dtype, fused: Any) -> Tensors:
+    """New x_BSHD of so many tokens in that dtype: those from `first` on are the parts', the others 0. On CUDA by one
+    kernel of `fused` for all of a chunk.
+    """
+    made = tuple([x.new_empty((x.shape[0], tokens, *x.shape[2:]), dtype=dtype) for x in parts])
+    if fused and dtype == torch.float32 and fused.sums_fused_(made, parts, added=0, first=first):
+        return made
+    for whole, x in zip(made, parts, strict=True):
+        whole[:, :first].zero_()
+        whole[:, first : first + x.shape[1]].copy_(x)
+        whole[:, first + x.shape[1] :].zero_()
+    return made
+
+
+def fold_each_(totals: Sequence[Pair], parts: Sequence[Pair], fused: Any = None) -> None:
+    """`fold_` of several parts, each into an accumulator of its own: on CUDA in one kernel, if all are alike.
+
+    `fused` as in `add_`.
+    """
     out = totals[0][0]
-    fused = fused_on(out.device) if len(totals) > 1 and out.dtype == torch.float32 else None
-    if fused and all(_alike(x) for pairs in (totals, parts) for x in zip(*pairs, strict=True)):
-        fused.folds_fused_(totals, parts)
+    fused = fused or (fused_on(out.device) if out.dtype == torch.float32 else None)
+    if fused and len(totals) > 1 and fused.folds_fused_(totals, parts):
         return
     for total, part in zip(totals, parts, strict=True):
         fold_(*total, *part)
@@ -157,7 +181,7 @@ def triton_fails(device: torch.device) -> str:
             for _ in range(2):
                 fold_unfused_(*wanted, *part)
             fold_unfused_(*wanted_others, *part)
-            sums_fused_(sums, (part[0], part[0]), adds=True)
+            sums_fused_(sums, (part[0], part[0]), added=0b11)
             merge_fused_(merged, (torch.stack([part[0]] * 3), torch.stack([part[1]] * 3)), 1)
         wanted += (*wanted_others, 2 * part[0].float(), 2 * part[0].float(), part[0].float(), part[1] + math.log(2))
         if all(map(torch.allclose, (*operands, *others, *sums, *merged), wanted)):

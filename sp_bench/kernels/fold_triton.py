@@ -18,8 +18,8 @@ from triton.runtime import driver
 
 ELEMENTS = 4096
 """Accumulator elements of one program: 32 for each thread of its four warps."""
-FOLD, FOLDS, SUMS, MERGE = range(4)
-"""The kernels, in keys."""
+FOLDS, SUMS, MERGE = range(3)
+"""The kernels of several results, in keys."""
 Pair = tuple[Tensor, Tensor]
 ALIGNED = 16
 """Triton compiles anew for addresses that are no multiple of so many bytes."""
@@ -90,21 +90,25 @@ def _folds_kernel(
 
 @triton.jit
 def _sums_kernel(
-    intos, parts, batch, tokens, head_dim,
+    intos, parts, batch, tokens, head_dim, first, part_tokens,
     into_b, into_s, into_h, into_d, part_b, part_s, part_h, part_d,
     RESULTS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
+    # A part has the tokens from `first` on; the others are 0.
+    # Bit i of ADDS: whether part i is added, or is all of its sum until now.
     z, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
     b = z % batch
     s = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     d = tl.arange(0, HEAD_DIM).to(tl.int64)
     cells = (s < tokens)[:, None] & (d < head_dim)[None, :]
+    at = s - first
+    there = cells & ((at >= 0) & (at < part_tokens))[:, None]
     into_at = b * into_b + h * into_h + s[:, None] * into_s + d[None, :] * into_d
-    part_at = b * part_b + h * part_h + s[:, None] * part_s + d[None, :] * part_d
+    part_at = b * part_b + h * part_h + at[:, None] * part_s + d[None, :] * part_d
     for i in tl.static_range(RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         if z // batch == i:
-            x = tl.load(parts[i] + part_at, mask=cells, other=0.0).to(tl.float32)
-            if ADDS:
+            x = tl.load(parts[i] + part_at, mask=there, other=0.0).to(tl.float32)
+            if (ADDS >> i) % 2:
                 x += tl.load(intos[i] + into_at, mask=cells, other=0.0)
             tl.store(intos[i] + into_at, x, mask=cells)
 
@@ -146,33 +150,35 @@ def _merge_kernel(
     tl.store(into_lse + b * into_lse_b + h * into_lse_h + s * into_lse_s, lse, mask=rows)
 
 
-_launches: dict[Hashable, tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = {}
-"""(what launches a compiled kernel, its arguments before and behind the tensors), by all that triton compiles for:
-shapes, strides, dtypes and alignment. triton's own function works these out at each launch, for five times as long."""
+_Launch = tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], Callable[[int], Any]]
+_launches: dict[Hashable, _Launch | None] = {}
+"""(what launches a compiled kernel, its arguments before and behind the tensors, what tells the current stream), by all
+that triton compiles for: shapes, strides, dtypes and alignment. triton's own function works these out at each launch,
+for five times as long. None: no kernel takes such tensors."""
 
 
-def _launch(key: tuple[Hashable, ...], kernel: Any, given: Sequence[Any], plan: Callable[[], Any]) -> None:
-    """Launch a kernel on tensors, or tuples of them; `plan` tells its grid and its other arguments.
-
-    These depend on the key alone.
-    """
-    tensors = given if isinstance(given[0], Tensor) else list(chain(*given))
-    device = tensors[0].get_device()  # -1 of a CPU, in triton's interpreter
+def _launch_again(launch: _Launch, device: int, given: Sequence[Any]) -> None:
+    """Launch a kernel that was launched before on tensors like these."""
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):  # triton launches on the current device
-            _launch(key, kernel, given, plan)
+            _launch_again(launch, device, given)
         return
-    key = (device, *key, *[x.data_ptr() % ALIGNED for x in tensors])
-    if key in _launches:
-        run, how, numbers = _launches[key]
-        gpu: Any = driver.active
-        run(*how[0], gpu.get_current_stream(device), *how[1:], *given, *numbers)
+    run, how, numbers, current_stream = launch
+    run(*how[0], current_stream(device), *how[1:], *given, *numbers)
+
+
+def _launch_first(key: Hashable, kernel: Any, given: Sequence[Any], grid: tuple[int, ...], numbers: Any) -> None:
+    """Launch a kernel by triton's own function, which compiles it, and remember by its key how."""
+    x = given[0] if isinstance(given[0], Tensor) else given[0][0]
+    if x.get_device() >= 0 and x.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(x.get_device()):
+            _launch_first(key, kernel, given, grid, numbers)
         return
-    grid, numbers = plan()
     compiled = kernel[grid](*given, *numbers, enable_fp_fusion=True)  # as until triton 3.10
     if compiled is not None:  # None in triton's interpreter
-        without_hooks = (None, None, None)
-        _launches[key] = compiled.run, (grid, compiled.function, compiled.packed_metadata, *without_hooks), numbers
+        gpu: Any = driver.active
+        how = (grid, compiled.function, compiled.packed_metadata, None, None, None)  # without hooks
+        _launches[key] = compiled.run, how, numbers, gpu.get_current_stream
 
 
 def fold_fused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
@@ -180,17 +186,39 @@ def fold_fused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) ->
 
     The new lse is within 2^-23 and a rounding of torch.logaddexp's. Raises ValueError for other dtypes.
     """
-    _fold((out, lse), (part_out, part_lse), FOLD, _fold_kernel, (out, lse, part_out, part_lse))
+    device = out.get_device()  # -1 of a CPU, in triton's interpreter
+    a, b, c, d = out.data_ptr(), lse.data_ptr(), part_out.data_ptr(), part_lse.data_ptr()
+    misaligned = (a | b | c | d) % ALIGNED and (a % ALIGNED, b % ALIGNED, c % ALIGNED, d % ALIGNED)
+    key = (
+        device, out.shape, out.stride(), lse.stride(), part_out.stride(), part_lse.stride(), out.dtype, lse.dtype,
+        part_out.dtype, part_lse.dtype, misaligned,
+    )  # fmt: skip
+    launch = _launches.get(key)
+    if launch is not None:
+        _launch_again(launch, device, (out, lse, part_out, part_lse))
+    else:
+        _fold_first(key, (out, lse), (part_out, part_lse), _fold_kernel, (out, lse, part_out, part_lse))
 
 
-def folds_fused_(totals: Sequence[Pair], parts: Sequence[Pair]) -> None:
-    """`fold_fused_` of several (out_BSHD, lse_BHS) in one kernel. All must be alike in shapes, strides and dtypes."""
-    given = (*zip(*totals, strict=True), *zip(*parts, strict=True))
-    _fold(totals[0], parts[0], FOLDS, _folds_kernel, given, results=len(totals))
+def folds_fused_(totals: Sequence[Pair], parts: Sequence[Pair]) -> bool:
+    """`fold_fused_` of several (out_BSHD, lse_BHS) in one kernel. Returns False, with nothing done, unless all are
+    alike in shapes, strides and dtypes.
+    """
+    outs, lses, part_outs, part_lses = given = (*zip(*totals, strict=True), *zip(*parts, strict=True))
+    device, key = _key(FOLDS, given)
+    launch = _launches.get(key)
+    if launch is not None:
+        _launch_again(launch, device, given)
+    elif key in _launches or not all(map(_alike, (outs, lses, part_outs, part_lses))):
+        _launches[key] = None
+        return False
+    else:
+        _fold_first(key, totals[0], parts[0], _folds_kernel, given, results=len(totals))
+    return True
 
 
-def _fold(
-    total: Pair, part: Pair, which: int, kernel: Any, given: Sequence[Any], *, results: int | None = None
+def _fold_first(
+    key: Hashable, total: Pair, part: Pair, kernel: Any, given: Sequence[Any], *, results: int | None = None
 ) -> None:
     """Launch a kernel that folds what is like this part into what is like this total; of several, how many `results`
     there are.
@@ -200,16 +228,13 @@ def _fold(
         raise ValueError(f"accumulators of {out.dtype}, {lse.dtype}, {part_lse.dtype}: the fused fold is for float32")
     if not out.numel():
         return
-    strides = out.stride(), lse.stride(), part_out.stride(), part_lse.stride()
-
-    def plan() -> Any:
-        batch, tokens, heads, head_dim = out.shape
-        before, count = ((batch,), (results,)) if results else ((), ())
-        at_once, padded = _rows_at_once(head_dim)
-        numbers = (*before, tokens, head_dim, *chain(*strides), *count, at_once, padded)
-        return (triton.cdiv(tokens, at_once), heads, batch * (results or 1)), numbers
-
-    _launch((which, results, out.shape, *strides, part_out.dtype), kernel, given, plan)
+    batch, tokens, heads, head_dim = out.shape
+    before, count = ((batch,), (results,)) if results else ((), ())
+    at_once, padded = _rows_at_once(head_dim)
+    strides = chain(out.stride(), lse.stride(), part_out.stride(), part_lse.stride())
+    numbers = (*before, tokens, head_dim, *strides, *count, at_once, padded)
+    grid = (triton.cdiv(tokens, at_once), heads, batch * (results or 1))
+    _launch_first(key, kernel, given, grid, numbers)
 
 
 def merge_fused_(into: Pair, parts: Pair, own: int) -> None:
@@ -222,38 +247,60 @@ def merge_fused_(into: Pair, parts: Pair, own: int) -> None:
         raise ValueError(f"statistics of {lse.dtype}, {lses.dtype}: the fused merge is for float32")
     if not out.numel():
         return
-    strides = out.stride(), lse.stride(), outs.stride(), lses.stride()
+    given = (out, lse, outs, lses)
+    device, key = _key((MERGE, own), (given,))
+    launch = _launches.get(key)
+    if launch is not None:
+        _launch_again(launch, device, given)
+        return
+    batch, tokens, heads, head_dim = out.shape
+    at_once, padded = _rows_at_once(head_dim)
+    strides = chain(out.stride(), lse.stride(), outs.stride(), lses.stride())
+    numbers = (outs.shape[0], own, tokens, head_dim, *strides, at_once, padded)
+    _launch_first(key, _merge_kernel, given, (triton.cdiv(tokens, at_once), heads, batch), numbers)
 
-    def plan() -> Any:
-        batch, tokens, heads, head_dim = out.shape
-        at_once, padded = _rows_at_once(head_dim)
-        numbers = (outs.shape[0], own, tokens, head_dim, *chain(*strides), at_once, padded)
-        return (triton.cdiv(tokens, at_once), heads, batch), numbers
 
-    key = (MERGE, own, outs.shape, *strides, out.dtype, outs.dtype)
-    _launch(key, _merge_kernel, (out, lse, outs, lses), plan)
+def sums_fused_(into: Sequence[Tensor], parts: Sequence[Tensor], *, added: int, first: int = 0) -> bool:
+    """Add to tensors x_BSHD in fp32, or overwrite them, in one kernel: into[i] += parts[i] where bit i of `added`
+    is set, else into[i] = parts[i]. Parts have the tokens from `first` on, and those that they lack are zeros.
 
-
-def sums_fused_(into: Sequence[Tensor], parts: Sequence[Tensor], *, adds: bool) -> None:
-    """Add to tensors x_BSHD in fp32, or overwrite them, in one kernel: into += parts, or into = parts.
-
-    All must be alike in shapes, strides and dtypes. Raises ValueError for sums of other dtypes.
+    Returns False, with nothing done, unless all are alike in shapes, strides and dtypes. Raises ValueError for sums of
+    other dtypes.
     """
+    given, device = (tuple(into), tuple(parts)), into[0].get_device()
+    of_each = [(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (*into, *parts)]
+    key = (SUMS, added, first, device, *of_each)
+    launch = _launches.get(key)
+    if launch is not None:
+        _launch_again(launch, device, given)
+        return True
+    if key in _launches or not (_alike(into) and _alike(parts)):
+        _launches[key] = None
+        return False
     x, part = into[0], parts[0]
     if x.dtype != torch.float32:
         raise ValueError(f"sums of {x.dtype}: the fused sum is for float32")
-    if not x.numel():
-        return
-    strides = x.stride(), part.stride()
-
-    def plan() -> Any:
+    if x.numel():
         batch, tokens, heads, head_dim = x.shape
         at_once, padded = _rows_at_once(head_dim)
-        numbers = (batch, tokens, head_dim, *chain(*strides), len(into), at_once, padded, adds)
-        return (triton.cdiv(tokens, at_once), heads, batch * len(into)), numbers
+        strides = (*x.stride(), *part.stride())
+        numbers = (batch, tokens, head_dim, first, part.shape[1], *strides, len(into), at_once, padded, added)
+        grid = (triton.cdiv(tokens, at_once), heads, batch * len(into))
+        _launch_first(key, _sums_kernel, given, grid, numbers)
+    return True
 
-    key = (SUMS, len(into), x.shape, *strides, part.dtype, adds)
-    _launch(key, _sums_kernel, (tuple(into), tuple(parts)), plan)
+
+def _key(which: Hashable, given: Sequence[Sequence[Tensor]]) -> tuple[int, Hashable]:
+    """(the device of some tensors, all that a launch on them depends on)."""
+    device = given[0][0].get_device()  # -1 of a CPU, in triton's interpreter
+    of_each = [(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED) for tensors in given for x in tensors]
+    return device, (which, device, *of_each)
+
+
+def _alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether all have one shape, dtype and order in memory."""
+    x = tensors[0]
+    return all(y.shape == x.shape and y.dtype == x.dtype and y.stride() == x.stride() for y in tensors[1:])
 
 
 def _rows_at_once(head_dim: int) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,29 +21,13 @@ from sp_bench.plan.tensors import ODOQ
 from sp_bench.plan.union import Pieces as UnionPieces
 from sp_bench.plan.union import kernel_calls
 from sp_bench.run.caches import attend_caches
-from sp_bench.run.execution import FOLDS, KERNELS, REST, WAITS, Execution
+from sp_bench.run.execution import FOLDS, KERNELS, REST, WAITS, Execution, Perform
 from sp_bench.run.fused import cut, end_to_end, operands
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.latents import Expanding, Latents
-from sp_bench.run.makings import Together, is_one_making
 from sp_bench.run.partials import Rows, Sum, Sums, Tensors, add_rows, tokens_of
 from sp_bench.run.slices import one_slice
-
-Perform = Callable[[Execution], None]
-"""Performs an operation of a plan: at once on a CPU, queued on the current stream on a GPU."""
-
-
-_Take = Callable[[Holdings, Tensors], Tensors]
-"""Takes rows out of the tensors of a chunk."""
-
-
-class Window(NamedTuple):
-    """The rows of a block that one kernel call computes."""
-
-    q: Rows
-    kv: Rows
-    kind: RegionKind | Pieces
-    """The kind of its region, never STRICT."""
+from sp_bench.run.windows import Take, Window, Windows, as_they_are
 
 
 class Blocks:
@@ -59,13 +42,18 @@ class Blocks:
         sums: Sums,
         device: torch.device,
         latents: Latents | None = None,
+        *,
+        timed: bool = True,
     ) -> None:
-        """With `latents`, chunks of keys are those that a block makes its keys and values of."""
+        """With `latents`, chunks of keys are those that a block makes its keys and values of. Without `timed` no laps
+        of executions are marked.
+        """
         self._problem, self._rank, self._kernel, self._sums, self._device = problem, rank, kernel, sums, device
-        self._latents = latents
+        self._latents, self._timed = latents, timed
         self._running: Execution | None = None
         """The execution whose blocks make keys of latents now."""
         self._windows: Callable[[Place, Place], list[Window]] = cache(self._find_windows)
+        self._computing = Windows(problem, sums, device, self._kernel_of, timed=timed)
         self._released = row_sums_released(plan)
 
     def call(self, index: int, op: Op, *, compute: bool) -> Perform:
@@ -131,122 +119,19 @@ class Blocks:
     def _attend(self, op: Attend) -> Perform | None:
         if self._problem.decodes:
             return self._of_caches(op)
-        windows, kv = self._windows(op.q.place, op.kv.place), op.kv
-        forward = self._forward(op.q, op.o, windows, partial(self._take, kv))
-
-        more = self._once(op)
-
-        def attend(run: Execution) -> None:
-            run.lap(WAITS)
-            forward(run, run.holdings.chunks[kv])
-            if more:
-                more(run)
-
-        return attend if windows else None  # without any the chunks may not have been sent
+        windows = self._windows(op.q.place, op.kv.place)
+        if not windows:
+            return None  # the chunks may not have been sent
+        return self._computing.forward(op.q, op.o, windows, partial(self._computing.take, op.kv), op.kv, self._once(op))
 
     def _attend_backward(self, op: AttendBackward) -> Perform | None:
-        windows, kv = self._windows(op.odoq.place, op.kv.place), op.kv
-        backward, rows = self._backward(op.odoq, op.dq, windows, partial(self._take, kv))
-        into = [self._sums.at(op.dkv, each) for each in rows]
-
-        def attend_backward(run: Execution) -> None:
-            run.lap(WAITS)
-            held = run.holdings
-            add = held.partials.add_gradients
-            backward(run, held.chunks[kv], lambda result, dkv: add(into[result], dkv))
-
-        return attend_backward if windows else None
-
-    def _with_keys(
-        self, queries: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
-    ) -> tuple[BlockKernel | Expanding, list[_Take], Together | None, _Take | None]:
-        """(the kernel of a block's calls, what takes each call's keys; where these are made of latents, and some of
-        them for several calls, how they are made together, and what takes the latents).
-        """
-        kernel, calls = self._kernel_of(queries), [(window.kv, window.kind) for window in windows]
-        if not isinstance(kernel, Expanding) or not calls or is_one_making(calls):
-            return kernel, [take(rows) for rows, _ in calls], None, None
-        together = Together(kernel, calls, self._device, getattr(torch, self._problem.accumulate_dtype))
-        takes = [_made(together.take(call)) for call in range(len(calls))]
-        return together.kernel, takes, together, take(together.rows)
-
-    def _forward(
-        self, q_chunk: Chunk, o: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
-    ) -> Callable[[Execution, Tensors], None]:
-        """A function that computes and folds O of windows, given the keys and values that `take` takes rows out of."""
-        kernel, takes, together, latents = self._with_keys(q_chunk, windows, take)
-        calls = zip(windows, takes, strict=True)
-        bound = [(self._take(q_chunk, w.q), take_kv, w.kind, self._sums.at(o, w.q)) for w, take_kv in calls]
-
-        def forward(run: Execution, of_kv: Tensors) -> None:
-            held = run.holdings
-            of_q = held.chunks[q_chunk]
-            if together and latents:
-                c, _ = latents(held, of_kv)
-                run.lap(REST)
-                of_kv = together.made(c)
-                run.lap(KERNELS)
-                run.see(c, *of_kv)
-                del c
-            for take_q, take_kv, kind, into in bound:
-                (q,), (k, v) = take_q(held, of_q), take_kv(held, of_kv)
-                run.lap(REST)
-                if isinstance(kind, Pieces):
-                    out, lse = kernel.forward_pieces(q, k, v, kind)
-                else:
-                    out, lse = kernel.forward(q, k, v, kind)
-                run.lap(KERNELS)
-                run.see(*of_kv, *((k, v) if together else ()), out, lse)
-                held.partials.add_output(into, out, lse)
-                run.lap(FOLDS)
-
-        return forward
-
-    def _backward(
-        self, q_chunk: Chunk, dq_chunk: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
-    ) -> tuple[Callable[..., None], list[Rows]]:
-        """A function that computes and adds dQ of windows, and the key rows of the gradients that it has. Its last
-        argument adds one of these, (dk, dv), by number.
-        """
-        kernel, takes, together, latents = self._with_keys(q_chunk, windows, take)
-        bound = [
-            (number, self._take(q_chunk, w.q), take_kv, w.kind, self._sums.at(dq_chunk, w.q))
-            for number, (w, take_kv) in enumerate(zip(windows, takes, strict=True))
-        ]
-
-        def backward(run: Execution, of_kv: Tensors, add: Callable[[int, Tensors], None], sums: Tensors = ()) -> None:
-            held = run.holdings
-            of_q, c_and_none, of_made = held.chunks[q_chunk], of_kv, ()
-            if together and latents:
-                c_and_none = latents(held, of_kv)
-                run.lap(REST)
-                of_kv = together.made(c_and_none[0])
-                of_made = together.sums(of_kv)
-                run.lap(KERNELS)
-            for number, take_q, take_kv, kind, into in bound:
-                (q, out, dout, lse), (k, v) = take_q(held, of_q), take_kv(held, of_kv)
-                run.lap(REST)
-                if isinstance(kind, Pieces):
-                    dq, dk, dv = kernel.gradients_of_pieces(dout, q, k, v, out, lse, kind)
-                else:
-                    dq, dk, dv = kernel.gradients(dout, q, k, v, out, lse, kind)
-                run.lap(KERNELS)
-                run.see(*of_kv, *sums, *of_made, *((k, v) if together else ()), dq, dk, dv)
-                held.partials.add_gradients(into, (dq,))
-                if together:
-                    together.add(of_made, number, (dk, dv))
-                else:
-                    add(number, (dk, dv))
-                run.lap(FOLDS)
-            if together:
-                c, none = c_and_none
-                dc = together.gradients(c, of_made)
-                run.lap(KERNELS)
-                run.see(c, *of_kv, *sums, *of_made, dc)
-                add(0, (dc, none))
-                run.lap(FOLDS)
-
-        return backward, [together.rows] if together else [window.kv for window in windows]
+        windows = self._windows(op.odoq.place, op.kv.place)
+        if not windows:
+            return None
+        backward, _ = self._computing.backward(
+            op.odoq, op.dq, windows, partial(self._computing.take, op.kv), op.kv, op.dkv
+        )
+        return backward
 
     def _gathered(self, op: Gathered) -> Perform | None:
         keys = keys_of(op, self._problem, self._rank)
@@ -262,18 +147,10 @@ class Blocks:
             return tuple(x if own else x.index_select(1, order) for x in map(end_to_end, parts))
 
         if op.forward:
-            forward = self._forward(query, op.blocks[0].writes[0], windows, _rows_of)
             more = self._once(*op.blocks)
-
-            def gathered(run: Execution) -> None:
-                run.lap(WAITS)
-                forward(run, by_position(run.holdings))
-                if more:
-                    more(run)
-
-            return gathered
+            return self._computing.forward(query, op.blocks[0].writes[0], windows, _rows_of, by_position, more)
         dq, *dkv = op.writes
-        backward, rows = self._backward(query, dq, windows, _rows_of)
+        backward, rows = self._computing.backward(query, dq, windows, _rows_of)
         dtype = getattr(torch, self._problem.accumulate_dtype)
         into = [self._sums.at(dkv[0], each) for each in rows] if own else []
 
@@ -297,17 +174,6 @@ class Blocks:
             run.lap(FOLDS)
 
         return gathered_backward
-
-    def _take(self, chunk: Chunk, rows: Rows) -> _Take:
-        """A function that takes rows out of the tensors of a chunk."""
-        if self._sums.at(chunk, rows).whole:
-            return _as_they_are
-
-        def take(held: Holdings, tensors: Tensors) -> Tensors:
-            places = held.among(chunk, rows)
-            return tuple([tokens_of(x, places) for x in tensors])
-
-        return take
 
     def _fused(self, op: Fused) -> Perform | None:
         if self._problem.decodes:
@@ -375,7 +241,10 @@ class Blocks:
     def _held(self, block: Attend) -> Perform:
         """A call that folds the attention of a block's queries to the keys that all ranks hold into their output."""
         problem, kernel, total = self._problem, self._kernel, self._sums.of(block.o)
-        take, sharing = self._take(block.q, total.rows), problem.padded_heads // problem.padded_kv_heads
+        take, sharing = (
+            self._computing.take(block.q, total.rows) or as_they_are,
+            problem.padded_heads // problem.padded_kv_heads,
+        )
         heads = self._heads(block.o)(torch.arange(problem.padded_heads))
         key_heads = slice(int(heads.min()) // sharing, int(heads.max()) // sharing + 1)
 
@@ -403,15 +272,17 @@ class Blocks:
         return of
 
     def _fold(self, op: Fold) -> Perform:
-        part, into, sums = op.part, op.into, self._sums
+        part, into, sums, timed = op.part, op.into, self._sums, self._timed
         total, tokens = sums.of(into), sums.of(into).shapes[0][1]
 
         def fold(run: Execution) -> None:
             held = run.holdings
             if whole := held.whole(part, tokens):
-                run.lap(WAITS)
+                if timed:
+                    run.lap(WAITS)
                 held.partials.add(total, whole)
-                run.lap(FOLDS)
+                if timed:
+                    run.lap(FOLDS)
             elif parts := held.parts(part):
                 run.lap(WAITS)
                 for rows, tensors in parts:
@@ -479,22 +350,13 @@ def of_sinks(sinks_H: Tensor, out: Tensor, dout: Tensor, lse_BHS: Tensor) -> Ten
     return -(p_BHS * row_sums(out, dout)).sum((0, 2)).to(sinks_H.dtype)
 
 
-def _rows_of(rows: Rows) -> _Take:
+def _rows_of(rows: Rows) -> Take:
     """A function that takes rows out of tensors that are no chunk's."""
     return lambda held, tensors: tuple([tokens_of(x, rows) for x in tensors])
 
 
-def _made(take: Callable[[Tensors], Tensors]) -> _Take:
-    """A function that takes rows out of what was made."""
-    return lambda held, tensors: take(tensors)
-
-
 def _nothing(run: Execution) -> None:
     """Do nothing: it only waits."""
-
-
-def _as_they_are(held: Holdings, tensors: Tensors) -> Tensors:
-    return tensors
 
 
 def _fold_parts(held: Holdings, pieces: UnionPieces, totals: Sequence[Sum], results: Tensors) -> None:

@@ -13,9 +13,8 @@ import torch
 from sp_bench.lower import StagingUse
 from sp_bench.plan import cast_rows
 from sp_bench.plan.ops import GroupCast, RowCollective
-from sp_bench.run.blocks import Perform
 from sp_bench.run.collectives import GroupTransfers
-from sp_bench.run.execution import Execution
+from sp_bench.run.execution import Execution, Perform
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.partials import Tensors
 from sp_bench.run.transport import Message, byte_keys
@@ -41,12 +40,12 @@ class Casting(GroupTransfers):
         stage, staged = self._cast(op) if cast else self._reduced(op)
         sends = _messages(op, self._rank, staged, -1 if cast else 1)
         receives = _messages(op, self._rank, self._incoming(index, op), 1 if cast else -1)
-        counted_as, store = byte_keys(op), self._stored(index, op)
+        counted_as, store, keep = byte_keys(op), self._stored(index, op), self._streams.keeper(index)
 
         def transfer(run: Execution) -> None:
             stage(run.holdings)
             self._transport.exchange(turn, receives, sends, counted_as)
-            self._streams.keep(store(run.holdings))
+            keep(store(run.holdings))
 
         return transfer
 

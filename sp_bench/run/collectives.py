@@ -12,8 +12,7 @@ from sp_bench.lower import Lowering, ReceiveBuffer, StagingUse
 from sp_bench.lower.staging import adds_up_on_the_way
 from sp_bench.plan.ops import AllGather, Chunk, Plan, ReduceScatter, Round, Transfer, TreeReduce
 from sp_bench.plan.problem import Problem
-from sp_bench.run.blocks import Perform
-from sp_bench.run.execution import Execution
+from sp_bench.run.execution import Execution, Perform
 from sp_bench.run.partials import Tensors, as_shape, copy
 from sp_bench.run.streams import Streams
 from sp_bench.run.transport import Call, Transport, Turn, byte_keys
@@ -89,7 +88,7 @@ class Collectives(GroupTransfers):
     def _reduce(self, index: int, op: ReduceScatter) -> Perform:
         sent, slot = self._staging[StagingUse(op.lane, op.tensor, "send")], int(op.group.digit(self._rank))
         places = [x for chunk in op.reads for x in self._of_member(op, chunk, sent)]
-        into, brought = self._buffers(index), self._brought(index, op)
+        into, brought, keep = self._buffers(index), self._brought(index, op), self._streams.keeper(index)
         adds, collective = adds_up_on_the_way(op, self._problem, self._transport.kind), self._collective(index, op)
         received = () if adds else self._staging[StagingUse(op.lane, op.tensor, "recv")]
 
@@ -104,7 +103,7 @@ class Collectives(GroupTransfers):
                 self._merge(op, received, into)
             for chunk, tensors in brought:
                 run.holdings.put(chunk, tensors)
-            self._streams.keep([run.holdings.partials.drop(chunk) for chunk in op.reads])
+            keep([run.holdings.partials.drop(chunk) for chunk in op.reads])
 
         return reduce
 
@@ -115,7 +114,8 @@ class Collectives(GroupTransfers):
         places = (int(op.place(self._rank, chunk.owner(self._rank))) for chunk in op.reads)
         held = [x for place in places for x in self._at(op, place, sums)]
         out, lse = own = self._at(op, 0, sums)
-        brought, rounds = self._brought(index, op), [self._round(index, op, each) for each in op.rounds]
+        brought, keep = self._brought(index, op), self._streams.keeper(index)
+        rounds = [self._round(index, op, each) for each in op.rounds]
 
         def reduce(run: Execution) -> None:
             copy(held, [x for chunk in op.reads for x in run.holdings.to_send(chunk)])
@@ -126,7 +126,7 @@ class Collectives(GroupTransfers):
             for chunk, tensors in brought:
                 copy(tensors, own)
                 run.holdings.put(chunk, tensors)
-            self._streams.keep([run.holdings.partials.drop(chunk) for chunk in op.reads])
+            keep([run.holdings.partials.drop(chunk) for chunk in op.reads])
 
         return reduce
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -90,6 +90,18 @@ class Device(Clock, Protocol):
         """Make later work on `stream` wait for `event`; the caller doesn't block."""
         ...
 
+    def recorder(self, stream: Any) -> tuple[Any, Callable[[], Any]]:
+        """(an event, the bound call that records it on `stream`, anew each time)."""
+        ...
+
+    def waiter(self, stream: Any, event: Any) -> Callable[[], Any]:
+        """`wait` as a bound call, for an event of `recorder`: for what was recorded last."""
+        ...
+
+    def switcher(self, stream: Any) -> Callable[[], Any]:
+        """`switch` as a bound call."""
+        ...
+
     def capture(self, queue: Callable[[], Result]) -> tuple[Any, Result]:
         """(a graph of all that `queue` queues, what it returns). Nothing is executed; `queue` must not block.
 
@@ -125,6 +137,20 @@ class Cuda(Device):
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         stream.wait_event(event)
+
+    # Bound to the functions beneath torch's methods, each of which takes as long as what it calls.
+
+    def recorder(self, stream: torch.cuda.Stream) -> tuple[torch.cuda.Event, Callable[[], Any]]:
+        event = torch.cuda.Event()
+        return event, partial(super(torch.cuda.Event, event).record, stream)
+
+    def waiter(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> Callable[[], Any]:
+        return partial(super(torch.cuda.Event, event).wait, stream)
+
+    def switcher(self, stream: torch.cuda.Stream) -> Callable[[], Any]:
+        number, device, kind = stream.stream_id, stream.device_index, stream.device_type
+        beneath: Any = torch._C
+        return partial(beneath._cuda_setStream, stream_id=number, device_index=device, device_type=kind)
 
     def capture(self, queue: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         self.synchronize()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sp_bench.kernels import BlockKernel, choose, choose_for_caches
 from sp_bench.kernels.contract import harmless
-from sp_bench.kernels.fold import fold_notes
+from sp_bench.kernels.fold import fold_notes, in_dtype
 from sp_bench.lower import lower
 from sp_bench.plan.caches import Caches
 from sp_bench.plan.ops import Chunk, Plan
@@ -47,6 +46,23 @@ def kernel_for(problem: Problem, name: str, device: str) -> BlockKernel:
     if isinstance(mask, Caches):
         return choose_for_caches(name, device, problem.dtype, problem.head_dim, problem.value_dim, mask.page)
     return choose(name, device, problem.dtype, problem.head_dim)
+
+
+class _Ends(NamedTuple):
+    """The inputs and the results of a plan on this rank."""
+
+    plan: Plan
+    views: Container[Chunk]
+    """Chunks that may be views of tensors with all heads."""
+    read: tuple[ChunkTensor, ...]
+    """The tensors of its inputs."""
+    written: tuple[ChunkTensor, ...]
+    """Those of its outputs."""
+    whole: Mapping[ChunkTensor, Sequence[tuple[tuple[int, ...], torch.dtype]]]
+    """The shapes and dtypes of results of which slices are written in place."""
+    written_in_place: Sequence[Chunk]
+    gathered: Mapping[ChunkTensor, Sequence[Chunk]]
+    """The chunks of each other result, by their slices of heads."""
 
 
 class Engine:
@@ -87,8 +103,7 @@ class Engine:
         self.buffers = Borrowed(arena, self.transport, self) if arena and lent else Buffers(device, self.transport)
         self.queues = arena.queues if arena else queues or (Cuda(device) if device.type == "cuda" else None)
         """The asynchronous device; None on a CPU."""
-        kind = self.transport.kind
-        self._views = cache(lambda plan: lower(plan, problem, kind).views)
+        self._ends: dict[str, _Ends] = {}
         self._executors: dict[str, Executor] = {}
         self._read: dict[str, Callable[[], Spent]] = {}
         """Time breakdowns of executors that are closed."""
@@ -209,30 +224,60 @@ class Engine:
 
         Both have the true heads, but for what the forward keeps by heads.
         """
-        plan = self.plans[phase]
-        of_tokens = {chunk.tensor for chunk in plan.inputs}
-        all_heads = {**inputs} | {t: tuple(padded(x, self.problem, t) for x in inputs[t]) for t in of_tokens}
-        given = {chunk: self._given(chunk, all_heads, plan) for chunk in plan.starts_with}
-        held = tuple(padded(x, self.problem, KV) for x in held)
+        ends, all_heads = self._ends.get(phase) or self._ends.setdefault(phase, self._find_ends(phase)), inputs
+        if self.problem.padded is not None:
+            all_heads = {**inputs} | {t: tuple(padded(x, self.problem, t) for x in inputs[t]) for t in ends.read}
+            held = tuple(padded(x, self.problem, KV) for x in held)
+        given = {chunk: self._given(chunk, all_heads, ends) for chunk in ends.plan.starts_with}
         if live:
             live.always = [x for tensors in (*inputs.values(), held) for x in tensors]
             live.always += self.latents.tensors if self.latents else ()
-        whole = self._results(plan)
-        views = {c: self._slices(c, whole[c.tensor]) for c in plan.outputs if c.tensor in whole}
+        whole = {
+            tensor: tuple([torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in specs])
+            for tensor, specs in ends.whole.items()
+        }
+        views = {chunk: self._slices(chunk, whole[chunk.tensor]) for chunk in ends.written_in_place}
         results_of = self._executor(phase)(given, action, live, views, sinks, held)
-        for tensor in dict.fromkeys(c.tensor for c in plan.ends_with if c.tensor not in whole):
-            whole[tensor] = self._whole(tensor, results_of, plan)
-        of_tokens = {chunk.tensor for chunk in plan.outputs}
-        results = whole | {t: tuple(true(x, self.problem, t) for x in whole[t]) for t in of_tokens}
+        for tensor, chunks in ends.gathered.items():
+            whole[tensor] = self._whole(tensor, results_of, chunks, ends.plan)
+        results = {**whole}
+        if self.problem.padded is not None:
+            results |= {t: tuple(true(x, self.problem, t) for x in whole[t]) for t in ends.written}
         if live:
             known = [*given.values(), *results_of.values(), *whole.values(), *results.values()]
             live.see([*self.buffers.tensors(), *(x for tensors in known for x in tensors)])
         return results
 
-    def _given(self, chunk: Chunk, inputs: Saved, plan: Plan) -> Tensors:
+    def _find_ends(self, phase: str) -> _Ends:
+        plan = self.plans[phase]
+        views = lower(plan, self.problem, self.transport.kind).views
+        written = dict.fromkeys(chunk.tensor for chunk in plan.outputs)
+        in_views = {chunk.tensor for chunk in plan.outputs if chunk in views}
+        dtype, problem = getattr(torch, self.problem.dtype), self.problem.in_one_slice
+        whole = {
+            tensor: [
+                (problem.field_shape(field, self.problem.shards_of(tensor).tokens(self._rank)), dtype)
+                for field in tensor.fields
+            ]
+            for tensor in written
+            if tensor in in_views
+        }
+        others = dict.fromkeys(chunk.tensor for chunk in plan.ends_with if chunk.tensor not in whole)
+        return _Ends(
+            plan,
+            views,
+            tuple(dict.fromkeys(chunk.tensor for chunk in plan.inputs)),
+            tuple(written),
+            whole,
+            [chunk for chunk in plan.outputs if chunk.tensor in whole],
+            {t: sorted((c for c in plan.ends_with if c.tensor == t), key=lambda c: c.heads) for t in others},
+        )
+
+    def _given(self, chunk: Chunk, inputs: Mapping[ChunkTensor, Tensors], ends: _Ends) -> Tensors:
         """The tensors that a chunk starts with: a slice of an input, or what the forward kept of it."""
-        if chunk in plan.kept:
-            width, alike = len(chunk.tensor.fields), [c for c in plan.kept if c.tensor == chunk.tensor]
+        kept = ends.plan.kept
+        if chunk in kept:
+            width, alike = len(chunk.tensor.fields), [c for c in kept if c.tensor == chunk.tensor]
             first = width * alike.index(chunk)
             return inputs[chunk.tensor][first : first + width]
         whole = inputs[chunk.tensor]
@@ -240,31 +285,24 @@ class Engine:
             rows = self.problem.queries.positions(int(chunk.owner(self._rank)))
             whole = tuple(tokens_of(x, rows[0] if rows else range(0)) for x in whole)
         slices = self._slices(chunk, whole)
-        return slices if chunk in self._views(plan) else tuple(x.contiguous() for x in slices)
+        return slices if chunk in ends.views else tuple([x.contiguous() for x in slices])
 
     def _slices(self, chunk: Chunk, whole: Tensors) -> Tensors:
+        if self.problem.head_slices == 1:
+            return whole
         return tuple(one_slice(x, self.problem, chunk.tensor, chunk.heads) for x in whole)
 
-    def _results(self, plan: Plan) -> Saved:
-        """The tensors, with all heads, that the slices of results are views of."""
-        tensors = {}
-        for tensor in dict.fromkeys(chunk.tensor for chunk in plan.outputs if chunk in self._views(plan)):
-            tokens, whole = self.problem.shards_of(tensor).tokens(self._rank), self.problem.in_one_slice
-            shapes = [whole.field_shape(field, tokens) for field in tensor.fields]
-            dtype = getattr(torch, self.problem.dtype)
-            tensors[tensor] = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
-        return tensors
-
-    def _whole(self, tensor: ChunkTensor, found: Mapping[Chunk, Tensors], plan: Plan) -> Tensors:
+    def _whole(
+        self, tensor: ChunkTensor, found: Mapping[Chunk, Tensors], chunks: Sequence[Chunk], plan: Plan
+    ) -> Tensors:
         """All head slices of a result together; of what is kept, one after another. Sums are cast to compute dtype."""
-        chunks = sorted((chunk for chunk in plan.ends_with if chunk.tensor == tensor), key=lambda chunk: chunk.heads)
         fields = [[self._cast(field, found[chunk][i]) for chunk in chunks] for i, field in enumerate(tensor.fields)]
         if chunks[0] in plan.kept:
             return tuple(x for tensors in zip(*fields, strict=True) for x in tensors)
-        return tuple(together(slices, self.problem, tensor) for slices in fields)
+        return tuple([together(slices, self.problem, tensor) for slices in fields])
 
     def _cast(self, field: Field, x: Tensor) -> Tensor:
-        return x if field.kind is Kind.STATISTIC else x.to(getattr(torch, self.problem.dtype))
+        return x if field.kind is Kind.STATISTIC else in_dtype(x, getattr(torch, self.problem.dtype))
 
 
 def _with_harmless_lse(tensor: ChunkTensor, fields: Tensors) -> Tensors:

@@ -73,7 +73,6 @@ class Execution:
         self,
         inputs: Mapping[Chunk, Tensors],
         sums: Sums,
-        device: torch.device,
         buffers: Buffers,
         clock: Clock,
         *,
@@ -88,8 +87,8 @@ class Execution:
         Each row's softmax has `sinks` besides the scores of keys. `held` are keys and values that all ranks hold.
         """
         self.sinks, self.held = sinks, held
-        self.holdings, self.marks = Holdings(inputs, sums, device), Marks(clock)
-        self._live, self._buffers = live, buffers
+        self.holdings, self.marks = Holdings(inputs, sums), Marks(clock)
+        self.live, self._buffers = live, buffers
         self._mark: Callable[[], Any] | None = clock.mark if timed else None
         self._on_host = on_host
         self._last: Any = clock.mark() if timed else None
@@ -102,9 +101,13 @@ class Execution:
 
     def see(self, *results: torch.Tensor) -> None:
         """Record the memory held now, if live bytes are being tracked."""
-        if self._live is not None:
-            self._live.see([*self.holdings.tensors(), *self._buffers.tensors(), *results])
+        if self.live is not None:
+            self.live.see([*self.holdings.tensors(), *self._buffers.tensors(), *results])
 
     def close(self) -> None:
         """Let go of all tensors, as the traceback of an error may keep the execution."""
         del self.holdings
+
+
+Perform = Callable[[Execution], None]
+"""Performs an operation of a plan: at once on a CPU, queued on the current stream on a GPU."""

@@ -69,9 +69,9 @@ class Executor:
         self._plan, self._transport, self._device, self._buffers = plan, transport, device, buffers
         self._on_host, self._timed = queues is None, timed or queues is None
         self._streams: Streams = DeviceStreams(plan, lowering, queues) if queues else ThreadStreams(plan, lowering)
-        self._sums = Sums(problem, rank, lowering.unsummed, lowering.together)
+        self._sums = Sums(problem, rank, device, lowering.unsummed, lowering.together)
         self._lanes = Lanes(plan, lowering, problem, rank, transport, buffers, self._streams, device)
-        self._blocks = Blocks(plan, problem, rank, kernel, self._sums, device, latents)
+        self._blocks = Blocks(plan, problem, rank, kernel, self._sums, device, latents, timed=self._timed)
         self._programs: dict[Action, list[Perform]] = {}
         self._last_marks = Marks(self._streams.clock)
         """Those of the last execution."""
@@ -97,7 +97,7 @@ class Executor:
         self._transport.check()
         program = self._program(action)
         how = {"timed": self._timed, "on_host": self._on_host, "live": live, "sinks": sinks, "held": held}
-        execution = Execution(inputs, self._sums, self._device, self._buffers, self._streams.clock, **how)
+        execution = Execution(inputs, self._sums, self._buffers, self._streams.clock, **how)
         self._last_marks = execution.marks
         self._lanes.given_results = results or {}
         started = time.perf_counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from sp_bench.plan.ops import Chunk
@@ -14,16 +13,20 @@ from sp_bench.run.partials import Partials, Rows, Sums, Tensors
 class Holdings:
     """Tensors by chunk. Lanes write received chunks, blocks and lanes read them; the plan's waits order both."""
 
-    def __init__(self, inputs: Mapping[Chunk, Tensors], sums: Sums, device: torch.device) -> None:
-        self.partials = Partials(sums, device)
+    def __init__(self, inputs: Mapping[Chunk, Tensors], sums: Sums) -> None:
+        self.partials = Partials(sums)
         self.chunks = dict(inputs)
         """Inputs, and what was received or bundled."""
+        self.cuts: dict[Chunk, dict[tuple[int, int], Tensors]] = {}
+        """Runs of rows of chunks that several blocks read, by (start, stop)."""
         self._first_rows: dict[Chunk, int] = {}
         self._parts: dict[Chunk, Sequence[tuple[Tensor, Tensors]]] = {}
 
     def put(self, chunk: Chunk, tensors: Tensors, first_row: int = 0) -> None:
         """Store a chunk, or those of its rows that start at `first_row`."""
         self.chunks[chunk] = tensors
+        if self.cuts:
+            self.cuts.pop(chunk, None)
         if first_row or chunk in self._first_rows:
             self._first_rows[chunk] = first_row
 
@@ -49,6 +52,7 @@ class Holdings:
     def drop(self, chunk: Chunk) -> None:
         """Forget a received chunk: in this execution the rank doesn't receive it."""
         self.chunks.pop(chunk, None)
+        self.cuts.pop(chunk, None)
 
     def packed(self, chunk: Chunk) -> Tensors:
         """Return any chunk, partials included, as contiguous tensors."""

@@ -14,11 +14,10 @@ from sp_bench.plan.ops import AllGather, AllToAll, Chunk, Op, Pass, Plan, Reduce
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import rows_sent
 from sp_bench.run.all_to_all import AllToAllPieces
-from sp_bench.run.blocks import Perform
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.casting import Casting
 from sp_bench.run.collectives import Collectives
-from sp_bench.run.execution import Execution
+from sp_bench.run.execution import Execution, Perform
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.partials import Tensors, as_shape, copy, tokens_of
 from sp_bench.run.streams import Streams
@@ -151,21 +150,46 @@ class Lanes:
         if isinstance(op, RowCollective):
             return self._casting.call(index, op)
         assert isinstance(op, Pass | AllToAll)
-        standing, move, streams = self._standing(index), self._move(index, op), self._streams
-        dropped = self._dropped(op)
+        standing, bound = self._standing(index), self._bound(index, op)
+        always, recv, first, dropped = standing.into, op.recv, standing.rows.start, self._dropped(op)
+        if bound and standing.receives and always and not dropped:
+
+            def exchange(run: Execution) -> None:
+                bound()
+                run.holdings.put(recv, always, first)
+
+            return exchange
+        keep = self._streams.keeper(index)
+        move = (lambda into, holdings: bound()) if bound else self._move(index, op)
 
         def transfer(run: Execution) -> None:
             held = run.holdings
-            into = standing.into or self._into(index, op)
+            into = always or self._into(index, op)
             move(into, held)
             if standing.receives:
-                held.put(op.recv, into, standing.rows.start)
+                held.put(recv, into, first)
             else:
-                held.drop(op.recv)
+                held.drop(recv)
             if dropped is not None and (sent := held.partials.drop(dropped)) is not None:
-                streams.keep(sent)
+                keep(sent)
 
         return transfer
+
+    def _bound(self, index: int, op: Pass | AllToAll) -> Callable[[], None] | None:
+        """The messages of a transfer that are the same tensors in every execution, with nothing to do beside them; None
+        of any other.
+        """
+        standing = self._standing(index)
+        if not isinstance(op, Pass) or standing.target == self._rank or not (standing.receives or standing.sends):
+            return None
+        if index in self._followed_by or (standing.receives and standing.into is None):
+            return None
+        sent = self._held.get(index)
+        if standing.sends and (sent is None or self._sent(index, op) is not sent):
+            return None
+        return self._transport.bind(
+            standing.turn, *self._messages(standing, standing.into or (), sent or ()), standing.counted_as
+        )
 
     def _move(self, index: int, op: Pass | AllToAll) -> Callable[[Tensors, Holdings], None]:
         """Return the call that moves the tensors of a transfer, given those that it receives into."""
@@ -190,32 +214,32 @@ class Lanes:
         if landed is None and standing.turn.landing:
             landed = self._first_rows(standing.turn.landing, op.recv, len(standing.rows))
 
-        def messages(into: Tensors, out: Tensors) -> tuple[list[Message], list[Message]]:
-            return [(standing.source, into)] if standing.receives else [], [
-                (standing.target, out)
-            ] if standing.sends else []
-
         def exchange(into: Tensors, holdings: Holdings) -> None:
-            transport.exchange(standing.turn, *messages(landed or into, outgoing(holdings)), standing.counted_as)
+            messages = self._messages(standing, landed or into, outgoing(holdings))
+            transport.exchange(standing.turn, *messages, standing.counted_as)
             if standing.receives and landed is not None and landed is not into:
                 copy(into, landed)
 
         if standing.receives and standing.into is None:
             return exchange
+        receives, sends = self._messages(standing, standing.into or (), sent or ())
         if standing.sends and sent is None:
-            send = transport.bind_send(
-                standing.turn, messages(standing.into or (), ())[0], standing.target, standing.counted_as
-            )
+            send = transport.bind_send(standing.turn, receives, standing.target, standing.counted_as)
             return lambda into, holdings: send(outgoing(holdings))
-        bound = transport.bind(standing.turn, *messages(standing.into or (), sent or ()), standing.counted_as)
-        if not standing.sends or sent is self._held.get(index):
-            return lambda into, holdings: bound()
+        bound = transport.bind(standing.turn, receives, sends, standing.counted_as)
 
         def stage_and_exchange(into: Tensors, holdings: Holdings) -> None:
             outgoing(holdings)
             bound()
 
         return stage_and_exchange
+
+    @staticmethod
+    def _messages(standing: _Standing, into: Tensors, out: Tensors) -> tuple[list[Message], list[Message]]:
+        """The messages (received, sent) of a Pass."""
+        return [(standing.source, into)] if standing.receives else [], [
+            (standing.target, out)
+        ] if standing.sends else []
 
     def _pipelined(
         self, index: int, op: Pass, after: int, outgoing: Callable[[Holdings], Tensors]

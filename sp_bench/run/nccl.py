@@ -21,6 +21,7 @@ from datetime import timedelta
 from enum import Enum
 from functools import cache, partial
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from sp_bench.machine import boot_id
 from sp_bench.plan.groups import Group
 from sp_bench.plan.ops import Pass, Plan, Transfer
 from sp_bench.run.groups import gathered, own_group
-from sp_bench.run.patience import before_use, first_timeout
+from sp_bench.run.patience import before_use, first_timeout, use_of
 from sp_bench.run.registered import Registered
 from sp_bench.run.sms import VARIABLE, most_ctas
 from sp_bench.run.transport import (
@@ -80,10 +81,11 @@ class _Batch(NamedTuple):
 
     group: Any
     ops: list[Callable[[], Any]]
-    """Each posts a message on the group, below torch's functions, which work out anew where it goes."""
+    """Each posts a message on the group's backend, below torch's functions, which work out anew where it goes."""
     uses: set[Hashable]
-    device: torch.device | None
-    """That on which the group takes several messages as one; None if it takes them one by one, as gloo does."""
+    coalescing: tuple[Callable[[], Any], Callable[[], Any]] | None
+    """(a call that begins, one that ends) an operation of several messages; None if the group takes them one by one, as
+    gloo does."""
 
 
 @dataclass
@@ -110,6 +112,10 @@ class NcclTransport(Transport):
     _made: dict[tuple[int, Members, Part], Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._posts: WeakValueDictionary[Hashable, Callable[[], Any]] = WeakValueDictionary()
+        """The posts of messages, by all that they are made of: those of a buffer that many transfers use are few. Each
+        keeps its memory, and is kept by what posts it.
+        """
         self._end: Callable[[int, object, int | None], _End] = cache(self._find_end)
         """Members are worked out once for each group, not in each transfer."""
 
@@ -145,8 +151,23 @@ class NcclTransport(Transport):
     def bind(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> Callable[[], None]:
-        batches, counter = self._batches(turn, receives, sends), self.sent_bytes
+        batches, counter, timeout = self._batches(turn, receives, sends), self.sent_bytes, self.timeout
         sent = [(key, x.nbytes) for _, tensors in sends for x, key in zip(tensors, counted_as, strict=True)]
+        if len(batches) == 1 and (coalescing := batches[0].coalescing):
+            (group, posts, uses, _), (begin, end) = batches[0], coalescing
+            before = use_of(group, uses, timeout) if timeout is not None else None
+
+            def exchange_at_once() -> None:
+                for key, nbytes in sent:
+                    counter[key] += nbytes
+                if before is not None:
+                    before()
+                begin()
+                for post in posts:
+                    post()
+                end().wait()
+
+            return exchange_at_once
 
         def exchange() -> None:
             for key, nbytes in sent:
@@ -159,23 +180,37 @@ class NcclTransport(Transport):
     def bind_send(
         self, turn: Turn, receives: Sequence[Message], target: int, counted_as: Sequence[Key]
     ) -> Callable[[Sequence[torch.Tensor]], None]:
-        batches: list[_Batch] = []
-        end, counter = self._end(turn.lane, turn.group, target), self.sent_bytes
-        place, posted = 0, 0
+        end, counter, timeout = self._end(turn.lane, turn.group, target), self.sent_bytes, self.timeout
+        bound: list[Any] = []
+
+        def bind(tensors: Sequence[torch.Tensor]) -> None:
+            """Bind what is the same each time, and let go of the messages of these tensors."""
+            batches = self._batches(turn, receives, [(target, tensors)])
+            ops = next(batch.ops for batch in batches if ("send", target) in batch.uses)
+            del ops[len(ops) - len(tensors) :]
+            single = batches[0] if len(batches) == 1 and batches[0].coalescing else None
+            bound.extend((batches, ops, len(ops), end.group._get_backend(tensors[0].device).send, single))
 
         def exchange(tensors: Sequence[torch.Tensor]) -> None:
-            nonlocal place, posted
-            if not batches:
-                batches.extend(self._batches(turn, receives, [(target, tensors)]))
-                place = next(i for i, batch in enumerate(batches) if ("send", target) in batch.uses)
-                posted = len(batches[place].ops) - len(tensors)
-            ops = batches[place].ops
-            ops[posted:] = [partial(end.group.send, [unmarked(_flat(x))], end.place, 0) for x in tensors]
+            if not bound:
+                bind(tensors)
+            batches, ops, posted, send, single = bound
             for x, key in zip(tensors, counted_as, strict=True):
                 counter[key] += x.nbytes
-            for work in self._launched(batches):
-                work.wait()
-            del ops[posted:]  # they would keep the tensors
+                ops.append(partial(send, [unmarked(_flat(x))], end.place, 0))
+            try:
+                if single is None:
+                    for work in self._launched(batches):
+                        work.wait()
+                    return
+                if timeout is not None:
+                    before_use(single.group, single.uses, timeout)
+                single.coalescing[0]()
+                for post in ops:
+                    post()
+                single.coalescing[1]().wait()
+            finally:
+                del ops[posted:]  # they would keep the tensors
 
         return exchange
 
@@ -201,27 +236,32 @@ class NcclTransport(Transport):
         for operation, messages in (("recv", receives), ("send", sends)):
             for peer, tensors in messages:
                 end = self._end(turn.lane, turn.group, peer)
+                backend = end.group._get_backend(tensors[0].device)
                 if end.number not in batches:
-                    batches[end.number] = _Batch(end.group, [], set(), _coalescing_device(end.group, tensors[0].device))
-                batch, post = batches[end.number], getattr(end.group, operation)
+                    batches[end.number] = _Batch(end.group, [], set(), _coalescing(backend))
+                batch, post = batches[end.number], getattr(backend, operation)
                 batch.uses.add((operation, peer))
-                batch.ops.extend(partial(post, [unmarked(_flat(x))], end.place, 0) for x in tensors)
+                for x in tensors:
+                    key = (operation, id(end.group), end.place, x.data_ptr(), x.shape, x.dtype, x.is_contiguous())
+                    if (bound := self._posts.get(key)) is None:
+                        self._posts[key] = bound = partial(post, [unmarked(_flat(x))], end.place, 0)
+                    batch.ops.append(bound)
         # NCCL has no empty batch, which is what a group of one has
         return [batches[number] for number in sorted(batches, reverse=True) if batches[number].ops]
 
     def _launched(self, batches: Sequence[_Batch]) -> list[Any]:
         """Start each batch as torch.distributed.batch_isend_irecv does."""
         works = []
-        for group, ops, uses, device in batches:
+        for group, ops, uses, coalescing in batches:
             if self.timeout is not None:
                 before_use(group, uses, self.timeout)
-            if device is None:
+            if coalescing is None:
                 works += [post() for post in ops]
                 continue
-            group._start_coalescing(device)
+            coalescing[0]()
             for post in ops:
                 post()
-            works.append(group._end_coalescing(device))
+            works.append(coalescing[1]())
         return works
 
     def _find_end(self, lane: int, group: object, peer: int | None) -> _End:
@@ -266,9 +306,9 @@ class NcclTransport(Transport):
         return self._made[key]
 
 
-def _coalescing_device(group: Any, device: torch.device) -> torch.device | None:
-    """The device, if the group takes several messages on it as one operation."""
-    return device if group._get_backend(device).supports_coalescing else None
+def _coalescing(backend: Any) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
+    """(a call that begins, one that ends) an operation of several messages, if the backend takes them as one."""
+    return (backend._start_coalescing, backend._end_coalescing) if backend.supports_coalescing else None
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

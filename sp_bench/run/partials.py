@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sp_bench.kernels import fold_
+from sp_bench.kernels import fold as folds
 from sp_bench.kernels.contract import empty_output
-from sp_bench.kernels.fold import add_, fold_each_, in_dtype, packed_in
+from sp_bench.kernels.fold import add_, among_zeros, fold_each_, fold_unfused_, in_dtype, packed_in
 from sp_bench.plan.ops import Chunk
 from sp_bench.plan.problem import Problem
 
@@ -39,11 +39,13 @@ class Sum(NamedTuple):
     """Whether anything may be added to it."""
     stays: bool = False
     """Whether it may be a part of a kernel's result (lower.staging.read_together)."""
+    is_output: bool = False
+    """Whether it is folded with its statistics; gradients are added."""
 
     @property
     def alike(self) -> _Alike:
         """Equal for chunks with the same neutral element."""
-        return self.shapes, self.dtype, self.chunk.tensor.is_output
+        return self.shapes, self.dtype, self.is_output
 
 
 class Sums:
@@ -53,9 +55,17 @@ class Sums:
     """
 
     def __init__(
-        self, problem: Problem, rank: int, unsummed: Container[Chunk] = (), together: Container[Chunk] = ()
+        self,
+        problem: Problem,
+        rank: int,
+        device: torch.device,
+        unsummed: Container[Chunk] = (),
+        together: Container[Chunk] = (),
     ) -> None:
         self._problem, self._rank, self._unsummed, self._together = problem, rank, unsummed, together
+        self.device = device
+        self.fused = folds.fused_on(device) if problem.accumulate_dtype == "float32" else None
+        """The module of the kernels that fold on the device; None where torch's operations do."""
         self.of: Callable[..., Sum] = cache(self.at)
         """`at`, for runs of rows."""
 
@@ -67,7 +77,7 @@ class Sums:
         shapes = tuple(problem.field_shape(field, tokens) for field in fields)
         dtype = getattr(torch, problem.accumulate_dtype if summed else problem.dtype)
         whole = isinstance(rows, range) and len(rows) == tokens
-        return Sum(chunk, rows, whole, shapes, dtype, summed, chunk in self._together)
+        return Sum(chunk, rows, whole, shapes, dtype, summed, chunk in self._together, chunk.tensor.is_output)
 
 
 class Partials:
@@ -76,8 +86,11 @@ class Partials:
     The first block result of a chunk becomes its accumulator, without a copy if shape and dtype allow.
     """
 
-    def __init__(self, sums: Sums, device: torch.device) -> None:
-        self._sums, self._device = sums, device
+    def __init__(self, sums: Sums) -> None:
+        self._sums, self._device, self._fused = sums, sums.device, sums.fused
+        self._fold = fold_unfused_ if sums.fused is None else sums.fused.fold_fused_
+        self._cuts: dict[int, tuple[Tensors, Tensors]] = {}
+        """(the accumulator, some rows of it), by the identity of their Sum. On CUDA, where one thread does all."""
         self._held: dict[Chunk, Tensors] = {}
         self._neutral: dict[_Alike, Tensors] = {}
 
@@ -89,16 +102,17 @@ class Partials:
 
     def add_output(self, into: Sum, out: Tensor, lse: Tensor) -> None:
         """Fold (out_BSHD, lse_BHS) of some tokens of a chunk into its accumulator."""
-        rows = into.rows
-        if into.chunk not in self._held and isinstance(rows, range):
+        total, rows = self._held.get(into.chunk), into.rows
+        if total is None and isinstance(rows, range):
             self._held[into.chunk] = self._begun(into, rows, (out, lse))
             return
-        into_out, into_lse = self._sum(into)
+        assert into.summed, _no_sum(into)
+        into_out, into_lse = total or self.get(into.chunk)
         if into.whole:
-            fold_(into_out, into_lse, out, lse)
+            self._fold(into_out, into_lse, out, lse)
             return
-        here_out, here_lse = tokens_of(into_out, rows), tokens_of(into_lse, rows)
-        fold_(here_out, here_lse, out, lse)
+        here_out, here_lse = self._cut(into, (into_out, into_lse) if total is None else total)
+        self._fold(here_out, here_lse, out, lse)
         if not isinstance(rows, range):  # these were copies
             into_out.index_copy_(1, rows, here_out)
             into_lse.index_copy_(2, rows, here_lse)
@@ -116,33 +130,64 @@ class Partials:
 
     def add_gradients(self, into: Sum, gradients: Tensors) -> None:
         """Add gradients_BSHD of some tokens of a chunk to its accumulator."""
-        rows = into.rows
-        if into.chunk not in self._held and isinstance(rows, range):
+        total, rows = self._held.get(into.chunk), into.rows
+        if total is None and isinstance(rows, range):
             self._held[into.chunk] = self._begun(into, rows, gradients)
             return
-        total = self._sum(into)
+        assert into.summed, _no_sum(into)
+        total = total or self.get(into.chunk)
         if isinstance(rows, range):
-            add_(total if into.whole else tuple(tokens_of(x, rows) for x in total), gradients)
+            add_(total if into.whole else self._cut(into, total), gradients, self._fused)
             return
         for x, gradient in zip(total, gradients, strict=True):
             x.index_add_(1, rows, gradient.to(x.dtype))
 
+    def add_block_gradients(self, dq: Tensor, of_q: Sum, dkv: Tensors, of_kv: Sum) -> None:
+        """`add_gradients` of all that a block has: in one kernel on CUDA, casts included, where queries and keys have
+        the same shape.
+        """
+        fused = self._fused
+        if fused is None or not (of_q.whole and of_kv.whole) or dq.shape != dkv[0].shape:
+            self.add_gradients(of_q, (dq,))
+            self.add_gradients(of_kv, dkv)
+            return
+        totals: Tensors = ()
+        parts: Tensors = ()
+        added = 0
+        for into, gradients in ((of_q, (dq,)), (of_kv, dkv)):
+            total = self._held.get(into.chunk)
+            if total is not None:
+                assert into.summed, _no_sum(into)
+                added |= (1 << len(gradients)) - 1 << len(totals)
+            elif dq.dtype == into.dtype and _is_packed(gradients, into.dtype):
+                self._held[into.chunk] = gradients
+                continue
+            elif into.dtype != torch.float32:
+                self.add_gradients(into, gradients)
+                continue
+            else:
+                packed = torch.contiguous_format
+                total = tuple([torch.empty_like(x, dtype=into.dtype, memory_format=packed) for x in gradients])
+                self._held[into.chunk] = total
+            totals += total
+            parts += gradients
+        if not totals or fused.sums_fused_(totals, parts, added=added):
+            return
+        for i, (x, part) in enumerate(zip(totals, parts, strict=True)):  # in memory they lie in different orders
+            fused.sums_fused_((x,), (part,), added=added >> i & 1)
+
     def _begun(self, into: Sum, rows: range, part: Tensors) -> Tensors:
         """A chunk's accumulator after its first result, which has its tokens `rows`: all else is neutral."""
         if into.whole:
-            if into.chunk.tensor.is_output:
-                return *packed_in(part[:1], into.dtype), *part[1:]
-            return packed_in(part, into.dtype)
-        begun = []
-        for x, shape in zip(part, into.shapes, strict=True):
-            dim, neutral, held = (2, -math.inf, x.dtype) if x.ndim == 3 else (1, 0.0, into.dtype)
-            made = torch.empty(shape, dtype=held, device=self._device)
-            made.narrow(dim, rows.start, len(rows)).copy_(x)
-            for other in (range(rows.start), range(rows.stop, shape[dim])):
-                if other:
-                    made.narrow(dim, other.start, len(other)).fill_(neutral)
-            begun.append(made)
-        return tuple(begun)
+            if into.is_output:
+                return *packed_in(part[:1], into.dtype, self._fused), *part[1:]
+            return packed_in(part, into.dtype, self._fused)
+        tokens = into.shapes[0][1]
+        if not into.is_output:
+            return among_zeros(part, tokens, rows.start, into.dtype, self._fused)
+        lse = part[1].new_full((*part[1].shape[:2], tokens), -math.inf)
+        lse.narrow(2, rows.start, len(rows)).copy_(part[1])
+        return *among_zeros(part[:1], tokens, rows.start, into.dtype, self._fused), lse
 
     def add_part(self, into: Sum, part: Tensors, *, alone: bool) -> None:
         """Fold what one kernel call has of some tokens of a chunk; unless `alone`, it is cut out of a larger result.
@@ -155,7 +200,7 @@ class Partials:
                 x.clone(memory_format=torch.contiguous_format) if as_is else x
                 for x, as_is in zip(part, uncast, strict=True)
             )
-        if into.chunk.tensor.is_output:
+        if into.is_output:
             self.add_output(into, *part)
         else:
             self.add_gradients(into, part)
@@ -175,10 +220,10 @@ class Partials:
                 to_fold.append(part)
         if not totals:
             return
-        if into[0].chunk.tensor.is_output:
-            fold_each_(totals, to_fold)
+        if into[0].is_output:
+            fold_each_(totals, to_fold, self._fused)
         else:
-            add_(tuple(chain(*totals)), tuple(chain(*to_fold)))
+            add_(tuple(chain(*totals)), tuple(chain(*to_fold)), self._fused)
 
     def put_rows(self, chunk: Chunk, part: Tensors) -> None:
         """Keep the whole gradient of rows of which others have the rest (plan.casts)."""
@@ -193,15 +238,14 @@ class Partials:
         """Fold a peer's partial of some tokens of a chunk into its accumulator."""
         # It lies in a receive buffer, so unlike a block's result it can't become the accumulator.
         total = self._sum(into)
-        if not into.chunk.tensor.is_output:
+        if not into.is_output:
             if into.whole:
-                add_(total, part)
+                add_(total, part, self._fused)
             else:
                 self.add_gradients(into, part)
             return
-        if not into.whole:
-            total = tuple(tokens_of(x, into.rows) for x in total)
-        fold_(*total, *part)
+        out, lse = total if into.whole else self._cut(into, total)
+        self._fold(out, lse, *part)
 
     def get(self, chunk: Chunk) -> Tensors:
         """Return the accumulator; the neutral element if no block has written to it."""
@@ -233,18 +277,39 @@ class Partials:
 
     def drop(self, chunk: Chunk) -> Tensors | None:
         """Remove the accumulator, which was sent on, and return it; None if there was none."""
-        return self._held.pop(chunk, None)
+        dropped = self._held.pop(chunk, None)
+        if self._cuts:  # they would keep it
+            self._cuts = {key: cut for key, cut in self._cuts.items() if cut[0] is not dropped}
+        return dropped
+
+    def _cut(self, into: Sum, total: Tensors) -> Tensors:
+        """Some tokens of an accumulator: a view of a run of them, a copy of others."""
+        if self._fused is None or not isinstance(into.rows, range):
+            return tuple([tokens_of(x, into.rows) for x in total])
+        known = self._cuts.get(id(into))
+        if known is None or known[0] is not total:
+            known = self._cuts[id(into)] = total, tuple([tokens_of(x, into.rows) for x in total])
+        return known[1]
 
     def _sum(self, into: Sum) -> Tensors:
         """Return the accumulator for an addition; asserts that it is a sum."""
-        assert into.summed, f"{into.chunk} is no sum: it may be held in a dtype too narrow for one"
+        assert into.summed, _no_sum(into)
         return self._held.get(into.chunk) or self.get(into.chunk)
 
     def _new(self, into: Sum) -> Tensors:
         """The neutral element of a chunk: no keys seen, or no gradient."""
-        if into.chunk.tensor.is_output:
+        if into.is_output:
             return empty_output(torch.empty(into.shapes[0], dtype=into.dtype, device=self._device))
         return tuple(torch.zeros(shape, dtype=into.dtype, device=self._device) for shape in into.shapes)
+
+
+def _no_sum(into: Sum) -> str:
+    return f"{into.chunk} is no sum: it may be held in a dtype too narrow for one"
+
+
+def _is_packed(tensors: Tensors, dtype: torch.dtype) -> bool:
+    """Whether tensors are contiguous and in that dtype."""
+    return all([x.dtype == dtype and x.is_contiguous() for x in tensors])  # noqa: C419  # a generator takes longer
 
 
 def _as_held(dtype: torch.dtype, parts: Iterable[Tensors]) -> bool:

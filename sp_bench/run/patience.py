@@ -7,7 +7,7 @@ rank that hangs be noticed only after as long. Imports no torch before it is use
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Set
+from collections.abc import Callable, Hashable, Set
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -39,10 +39,7 @@ def first_timeout(timeout: timedelta) -> timedelta:
 
 def before_use(group: dist.ProcessGroup, uses: Set[Hashable], timeout: timedelta) -> None:
     """Set the timeout of a group's next operation: the longer one if any of its `uses` is new, such as a peer."""
-    usage = _used.get(group)
-    if usage is None:
-        usage = _used[group] = _Used()
-    wanted = timeout
+    usage, wanted = _used_of(group), timeout
     if not uses <= usage.opened:
         wanted = first_timeout(timeout)
         usage.opened |= uses
@@ -51,3 +48,23 @@ def before_use(group: dist.ProcessGroup, uses: Set[Hashable], timeout: timedelta
 
         c10d._set_pg_timeout(wanted, group)
         usage.timeout = wanted
+
+
+def use_of(group: dist.ProcessGroup, uses: Set[Hashable], timeout: timedelta) -> Callable[[], None]:
+    """`before_use` as a bound call, which does nothing where the group's timeout is what it should be."""
+    usage, begun = _used_of(group), False
+
+    def before() -> None:
+        nonlocal begun
+        if not begun or usage.timeout is not timeout:
+            before_use(group, uses, timeout)
+            begun = True
+
+    return before
+
+
+def _used_of(group: dist.ProcessGroup) -> _Used:
+    usage = _used.get(group)
+    if usage is None:
+        usage = _used[group] = _Used()
+    return usage

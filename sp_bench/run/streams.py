@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -63,8 +64,8 @@ class Streams(ABC):
         """Return a context for an execution on the caller's stream; it starts after the previous execution ends."""
 
     @abstractmethod
-    def keep(self, tensors: Any) -> None:
-        """Keep tensors alive until the lane's current operation has ended. Call it within that operation."""
+    def keeper(self, index: int) -> Callable[[Any], None]:
+        """Return a function that keeps tensors alive until transfer `index` has ended. Call it within the transfer."""
 
     @abstractmethod
     def abandon(self, held: Any) -> None:
@@ -156,8 +157,8 @@ class ThreadStreams(Streams):
     def execution(self) -> Any:
         return nullcontext()
 
-    def keep(self, tensors: Any) -> None:
-        """Do nothing: the transfer has already ended."""
+    def keeper(self, index: int) -> Callable[[Any], None]:
+        return _let_go_at_once
 
     def abandon(self, held: Any) -> None:
         """Do nothing: threads that still use tensors hold references to them."""
@@ -234,13 +235,19 @@ class Progress:
         return all(self._ended[stream] >= index for stream, index in waits)
 
 
+def _let_go_at_once(tensors: Any) -> None:
+    """Keep nothing: the transfer has already ended."""
+
+
 # Devices: all from one thread, in the order of the plan
+
+MOST_STREAMS = 4
+"""Streams of callers for which a plan's bound calls are kept."""
 
 
 class _Turn(NamedTuple):
     """An operation in the order of the plan."""
 
-    number: int
     lane: Any
     """Its lane's stream; None for what runs on the blocks' stream."""
     waits: tuple[int, ...]
@@ -249,6 +256,15 @@ class _Turn(NamedTuple):
     """Whether any stream waits for it, so that its end is an event."""
     lets_go: tuple[int, ...]
     """Transfers of partials that have ended before it, so that what they sent may be let go."""
+
+
+class _Queueing(NamedTuple):
+    """All that is queued around the calls of a plan's operations, as bound calls."""
+
+    begin: tuple[Callable[[], Any], ...]
+    around: Sequence[tuple[tuple[Callable[[], Any], ...], Callable[[], Any] | None]]
+    """By operation: what comes before its call, and what records its end, if any stream waits for that."""
+    end: tuple[Callable[[], Any], ...]
 
 
 def needed_waits(plan: Plan, waits: Sequence[Waits]) -> list[tuple[int, ...]]:
@@ -287,7 +303,7 @@ class DeviceStreams(Streams):
     - A lane's tensors are allocated before the execution (inputs, buffers, received results, neutral partials), or by a
       block that the lane waits for (partials).
     - Tensors that only blocks use stay on one stream.
-    - `keep` holds a partial that a lane sent until the blocks' stream has waited for that lane, so its memory is
+    - `keeper` holds a partial that a lane sent until the blocks' stream has waited for that lane, so its memory is
       reused after the transfer. account.peak_bytes releases it at the same point.
     - Receive and staging buffers are freed between executions only: when an engine is closed, or the arena that several
       share grows. The plan's waits order their uses within an execution. The next execution starts after the last, and
@@ -303,13 +319,11 @@ class DeviceStreams(Streams):
         self._ends = [last[lane] for lane in plan.lanes]
         self._lanes, waits = list(lanes.values()), needed_waits(plan, lowering.waits)
         awaited, let_go = {last for of_op in waits for last in of_op} | set(self._ends), _let_go(plan, lowering.waits)
-        self._turns = [_Turn(i, lanes.get(op.stream), waits[i], i in awaited, let_go[i]) for i, op in plan]
-        self._ended: list[Any] = [None] * len(self._turns)
-        """The event at the end of each operation that another stream waits for; the device may use it again."""
+        self._turns = [_Turn(lanes.get(op.stream), waits[i], i in awaited, let_go[i]) for i, op in plan]
+        self._queueing: list[tuple[Any, _Queueing]] = []
+        """With the streams of blocks that they are for, that used last at the end."""
         self._kept: dict[int, Any] = {}
         """Tensors that transfers sent, by transfer."""
-        self._here = -1
-        """The transfer that is being queued."""
 
     def run(self, program: Program, execution: Any, prepost: Prepost) -> None:
         with self.execution():
@@ -335,37 +349,56 @@ class DeviceStreams(Streams):
         device.finished = device.record(blocks)
 
     def _run(self, program: Program, execution: Any) -> None:
-        device, kept, ended = self._device, {}, self._ended
-        record, wait, switch = device.record, device.wait, device.switch
-        current, blocks = (device.current(),) * 2
-        self._kept, begun = kept, record(blocks)
-        for lane in self._lanes:
-            wait(lane, begun)
-        for (index, lane, waits, awaited, lets_go), call in zip(self._turns, program, strict=True):
-            stream = blocks if lane is None else lane
-            for last in waits:
-                wait(stream, ended[last])
-            if stream is not current:
-                switch(stream)
-                current = stream
-            if lane is None:
-                for transfer in lets_go:
-                    kept.pop(transfer, None)
-            else:
-                self._here = index
+        self._kept.clear()
+        begin, around, end = self._queueing_for(self._device.current())
+        for queue in begin:
+            queue()
+        for (before, record), call in zip(around, program, strict=True):
+            for queue in before:
+                queue()
             call(execution)
-            if awaited:
-                ended[index] = record(stream, ended[index])
-        for last in self._ends:
-            wait(blocks, ended[last])
-        kept.clear()
+            if record is not None:
+                record()
+        for queue in end:
+            queue()
+        self._kept.clear()
 
-    def keep(self, tensors: Any) -> None:
-        self._kept[self._here] = tensors
+    def _queueing_for(self, blocks: Any) -> _Queueing:
+        """The bound calls for blocks on that stream, which are worked out once for each of the last few streams."""
+        for place, (stream, known) in enumerate(self._queueing):
+            if stream == blocks:
+                self._queueing.append(self._queueing.pop(place))
+                return known
+        queueing = self._find_queueing(blocks)
+        self._queueing = [*self._queueing[1 - MOST_STREAMS :], (blocks, queueing)]
+        return queueing
+
+    def _find_queueing(self, blocks: Any) -> _Queueing:
+        device = self._device
+        begun, record_begun = device.recorder(blocks)
+        ends: dict[int, Any] = {}
+        around, current = [], blocks
+        for index, turn in enumerate(self._turns):
+            stream = blocks if turn.lane is None else turn.lane
+            before = [device.waiter(stream, ends[last]) for last in turn.waits]
+            if stream is not current:
+                before.append(device.switcher(stream))
+                current = stream
+            if turn.lane is None:
+                before += [partial(self._kept.pop, transfer, None) for transfer in turn.lets_go]
+            record = None
+            if turn.awaited:
+                ends[index], record = device.recorder(stream)
+            around.append((tuple(before), record))
+        begin = (record_begun, *(device.waiter(lane, begun) for lane in self._lanes))
+        return _Queueing(begin, around, tuple(device.waiter(blocks, ends[last]) for last in self._ends))
+
+    def keeper(self, index: int) -> Callable[[Any], None]:
+        return partial(self._kept.__setitem__, index)
 
     def abandon(self, held: Any) -> None:
         """Keep the tensors for the life of the process: nothing waits for the lanes that use them."""
-        _abandoned.append((held, self._kept))
+        _abandoned.append((held, dict(self._kept)))
 
 
 def _let_go(plan: Plan, waits: Sequence[Waits]) -> list[tuple[int, ...]]:

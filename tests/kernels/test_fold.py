@@ -157,13 +157,15 @@ def test_triton_is_tried_by_compiling_once(broken: str, monkeypatch: pytest.Monk
         if not broken or len(tried) == 1:
             fold.fold_unfused_(out, lse, part_out, part_lse)
 
-    def summed(into: tuple[torch.Tensor, ...], parts: tuple[torch.Tensor, ...], *, adds: bool) -> None:
+    def summed(into: tuple[torch.Tensor, ...], parts: tuple[torch.Tensor, ...], *, added: int) -> bool:
         for x, part in zip(into, parts, strict=True):
             x.add_(part)
+        return True
 
-    def folded(totals: Sequence[Part], parts: Sequence[Part]) -> None:
+    def folded(totals: Sequence[Part], parts: Sequence[Part]) -> bool:
         for total, part in zip(totals, parts, strict=True):
             fold.fold_unfused_(*total, *part)
+        return True
 
     def merged(into: Part, parts: Part, own: int) -> None:
         fold.merge_(into, parts, own)

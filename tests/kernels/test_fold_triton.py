@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.host_path import TritonDriver, triton_stubbed
+from benchmarks.host_stubs import TritonDriver, triton_stubbed
 from sp_bench.kernels import fold
 from sp_bench.kernels.contract import empty_output
 
@@ -226,7 +226,7 @@ def test_sums_and_casts(fused: Callable, shape: Shape, dtype: torch.dtype, adds:
     before = [x.clone() for x in holders]
     into = [x[:, 1:-1] for x in holders]
     wanted = [part.double() + (x.double() if adds else 0.0) for x, part in zip(into, parts, strict=True)]
-    summed(into, parts, adds=adds)
+    summed(into, parts, added=2**pairs - 1 if adds else 0)
     for x, holder, exact, was in zip(into, holders, wanted, before, strict=True):
         assert torch.equal(x, exact.float())
         assert torch.equal(holder[:, :1], was[:, :1]) and torch.equal(holder[:, -1:], was[:, -1:])
@@ -290,12 +290,14 @@ def test_all_parts_but_one_are_merged(
 def test_folds_that_differ_are_folded_one_by_one(fused: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[MODULE]
     monkeypatch.setattr(fold, "fused_on", lambda device: module)
-    monkeypatch.setattr(module, "folds_fused_", lambda *given: pytest.fail("they are not alike"))
+    together, told = module.folds_fused_, list[bool]()
+    monkeypatch.setattr(module, "folds_fused_", lambda *given: told.append(together(*given)) or told[-1])
     shapes_of = (1, 5, 2, 8), (1, 6, 2, 8)
     totals = [a_part(i, shape, torch.float32, 0.2) for i, shape in enumerate(shapes_of)]
     parts = [a_part(10 + i, shape, torch.bfloat16, 0.2) for i, shape in enumerate(shapes_of)]
     exact = [in_fp64(*total, part) for total, part in zip(totals, parts, strict=True)]
     fold.fold_each_(totals, parts)
+    assert told == [False]
     for total, wanted in zip(totals, exact, strict=True):
         torch.testing.assert_close(total[0].double(), wanted[0], rtol=0, atol=2e-6)
 
@@ -327,7 +329,7 @@ def test_a_second_launch_is_what_triton_would_launch(monkeypatch: pytest.MonkeyP
             out, lse = memory[offset:][: tokens * 16].view(1, tokens, 2, 8), torch.zeros(1, 2, tokens)
             module.fold_fused_(out, lse, out.to(dtype), lse)
             fold_given = launched[0]
-            module.sums_fused_((out, out), (out.to(dtype),) * 2, adds=True)
+            module.sums_fused_((out, out), (out.to(dtype),) * 2, added=0b11)
             sum_given = launched[0]
             module.folds_fused_(((out, lse), (out, lse)), ((out.to(dtype), lse),) * 2)
             return fold_given, sum_given, launched[0]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sp_bench.kernels import KERNELS, BlockKernel, fold_
-from sp_bench.kernels.contract import empty_output
+from sp_bench.kernels.contract import empty_output, harmless
+from sp_bench.kernels.reference import Reference
 from sp_bench.plan.regions import RegionKind
 from tests.kernels.cases import ON_CPU, Case, cases, one_dtype_cases
 from tests.support.dense import HEADS, LSE_TOLERANCE, TOLERANCE, Block, attention, block_of, relative_error
@@ -228,3 +229,67 @@ def test_large_scores_do_not_overflow(name: str) -> None:
     assert torch.isfinite(out).all() and torch.isfinite(lse).all()
     assert relative_error(lse, exact_lse) < 1e-5 and float(lse.abs().max()) > 1000
     assert relative_error(out, exact_out) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("mask", "queries", "keys", "dims", "beneath"),
+    [
+        (RegionKind.FULL, 4, 6, (8, 8), True),
+        (RegionKind.CAUSAL, 4, 4, (8, 8), True),
+        (RegionKind.STRICT, 4, 4, (8, 8), False),
+        (RegionKind.UPPER, 4, 4, (8, 8), False),
+        (RegionKind.FULL, 4, 0, (8, 8), False),
+        (RegionKind.FULL, 0, 4, (8, 8), False),
+        (RegionKind.FULL, 4, 4, (8, 4), False),
+    ],
+)
+def test_bound_calls_are_the_checked_ones(
+    mask: RegionKind, queries: int, keys: int, dims: tuple[int, int], beneath: bool
+) -> None:
+    """In every bit. Only blocks that are one call of the backend, as they are, go past the checks."""
+    kernel = PaddingReference()
+    source = torch.Generator().manual_seed(1)
+    q, dout, k, v = (
+        torch.randn(1, tokens, 2, width, dtype=torch.float64, generator=source)
+        for tokens, width in ((queries, dims[0]), (queries, dims[1]), (keys, dims[0]), (keys, dims[1]))
+    )
+    block = mask, queries, keys, dims
+    forward, gradients = kernel.forward_of(*block), kernel.gradients_of(*block)
+    assert [getattr(bound, "func", None) for bound in (forward, gradients)] == (
+        [kernel._forward, kernel._backward] if beneath else [None, None]
+    )
+    out, lse = forward(q, k, v)
+    for x, y in zip((out, lse), kernel.forward(q, k, v, mask), strict=True):
+        assert torch.equal(x, y)
+    for x, y in zip(
+        gradients(dout, q, k, v, out, harmless(lse)), kernel.backward(dout, q, k, v, out, lse, mask), strict=True
+    ):
+        assert torch.equal(x, y)
+
+
+class PaddingReference(Reference):
+    """A backend that takes no values narrower than keys."""
+
+    narrow = frozenset()
+
+    def pads(self, head_dim: int, value_dim: int) -> bool:
+        return value_dim < head_dim
+
+
+def test_a_bound_call_of_a_kernel_with_checks_of_its_own_has_them() -> None:
+    class Watched(Reference):
+        called = 0
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: RegionKind) -> tuple[Tensor, Tensor]:
+            self.called += 1
+            return super().forward(q, k, v, mask)
+
+    kernel, x = Watched(), torch.zeros(1, 2, 1, 4)
+    kernel.forward_of(RegionKind.FULL, 2, 2, (4, 4))(x, x, x)
+    assert kernel.called == 1
+
+
+def test_a_causal_block_that_is_not_square_is_refused_by_its_bound_call() -> None:
+    kernel, x = Reference(), torch.zeros(1, 2, 1, 4)
+    with pytest.raises(ValueError, match="must be square"):
+        kernel.forward_of(RegionKind.CAUSAL, 2, 1, (4, 4))(x, x[:, :1], x[:, :1])

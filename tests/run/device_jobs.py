@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -49,6 +49,15 @@ class Inline:
 
     def wait(self, stream: int, event: None) -> None:
         self.asked.append(stream)
+
+    def recorder(self, stream: int) -> tuple[None, Callable[[], Any]]:
+        return None, partial(self.record, stream)
+
+    def waiter(self, stream: int, event: None) -> Callable[[], Any]:
+        return partial(self.wait, stream, event)
+
+    def switcher(self, stream: int) -> Callable[[], Any]:
+        return partial(self.switch, stream)
 
     def mark(self) -> float:
         return time.perf_counter()

@@ -284,6 +284,17 @@ class Rank(TorchDispatchMode):
     def wait(self, stream: Stream, event: Event) -> None:
         stream.queue.append(("wait", event))
 
+    def recorder(self, stream: Stream) -> tuple[list[Event], Callable[[], Any]]:
+        """Each record is another event; a wait is for the last one until it."""
+        events: list[Event] = []
+        return events, lambda: events.__setitem__(slice(None), [self.record(stream)])
+
+    def waiter(self, stream: Stream, event: list[Event]) -> Callable[[], Any]:
+        return lambda: self.wait(stream, event[-1])
+
+    def switcher(self, stream: Stream) -> Callable[[], Any]:
+        return lambda: self.switch(stream)
+
     def capture(self, queue: Callable[[], Any]) -> tuple[Any, Any]:
         raise NotImplementedError("tests.run.capturing has the device with graphs")
 

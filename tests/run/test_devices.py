@@ -22,6 +22,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.groups import Group
 from sp_bench.plan.method import PHASES
 from sp_bench.run import nccl
+from sp_bench.run.devices import Cuda
 from sp_bench.run.nccl import NcclTransport, Part, transport_for
 from sp_bench.run.patience import first_timeout
 from sp_bench.run.sms import most_ctas
@@ -110,7 +111,7 @@ def test_a_batch_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
         def _get_backend(self, device: torch.device) -> Communicator:
             return self
 
-        def _start_coalescing(self, device: torch.device) -> None:
+        def _start_coalescing(self) -> None:
             batches.append([])
 
         def send(self, tensors: list[Tensor], peer: int, tag: int) -> None:
@@ -119,7 +120,7 @@ def test_a_batch_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
         def recv(self, tensors: list[Tensor], peer: int, tag: int) -> None:
             batches[-1] += [("recv", self.name, peer, tuple(x.shape)) for x in tensors]
 
-        def _end_coalescing(self, device: torch.device) -> Work:
+        def _end_coalescing(self) -> Work:
             return Work()
 
     monkeypatch.setattr(dist, "get_rank", lambda group: 6)
@@ -299,3 +300,35 @@ def test_ranks_with_a_gpu_each(dtype: str) -> None:
     wanted = cases(n, dtype)
     with RankPool(n, timeout_s=120, devices=Devices(kind="cuda")) as pool:
         assert_exact(wanted, pool.run(device_jobs.on_gpus, wanted))
+
+
+def test_bound_calls_of_a_gpu_are_those_beneath_torch_s_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event is recorded on its stream, and waited for on another, each time that the call is made."""
+    called: list[tuple[object, ...]] = []
+
+    class Beneath:
+        def record(self, stream: object) -> None:
+            called.append(("record", id(self), stream))
+
+        def wait(self, stream: object) -> None:
+            called.append(("wait", id(self), stream))
+
+    class Event(Beneath):
+        def record(self, stream: object = None) -> None:
+            pytest.fail("torch's method")
+
+        wait = record
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(
+        torch._C, "_cuda_setStream", lambda **which: called.append(("switch", *which.values())), raising=False
+    )
+    device, lane = Cuda(torch.device("cuda", 1)), SimpleNamespace(stream_id=7, device_index=1, device_type=2)
+    stream: Any = lane
+    event, record = device.recorder(stream)
+    wait, switch = device.waiter(stream, event), device.switcher(stream)
+    for _ in range(2):
+        record()
+        switch()
+        wait()
+    assert called == [("record", id(event), lane), ("switch", 7, 1, 2), ("wait", id(event), lane)] * 2

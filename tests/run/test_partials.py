@@ -46,8 +46,8 @@ def random(*shape: int, dtype: str = "float32") -> torch.Tensor:
 def test_the_first_output_is_where_its_rows_are_and_all_else_is_neutral(dtype: str, rows: range) -> None:
     p = problem(dtype)
     op = next(op for op in build("ring", {}).plan(p, "forward", COMPUTE_BOUND).ops if isinstance(op, Attend))
-    sums, before, after = Sums(p, 0), rows.start, TOKENS - rows.stop
-    partials = Partials(sums, CPU)
+    sums, before, after = Sums(p, 0, CPU), rows.start, TOKENS - rows.stop
+    partials = Partials(sums)
     out, lse = random(2, len(rows), 2, 4, dtype=dtype), random(2, len(rows), 2).transpose(1, 2)
     partials.add_output(sums.of(op.o, rows), out, lse)
     held_out, held_lse = partials.get(op.o)
@@ -64,8 +64,8 @@ def test_the_first_output_is_where_its_rows_are_and_all_else_is_neutral(dtype: s
 def test_the_first_gradients_are_summed_with_zeros_and_are_nobody_elses(dtype: str, rows: range, alone: bool) -> None:
     p = problem(dtype)
     op = next(op for op in build("ring", {}).plan(p, "backward", COMPUTE_BOUND).ops if isinstance(op, AttendBackward))
-    sums = Sums(p, 0)
-    partials = Partials(sums, CPU)
+    sums = Sums(p, 0, CPU)
+    partials = Partials(sums)
     whole = random(2, TOKENS + 1, 2, 4, dtype=dtype)
     part = whole[:, : len(rows)] if not alone else whole[:, : len(rows)].clone()
     before = whole.clone()
@@ -84,14 +84,14 @@ def test_whole_chunks_that_one_reduction_packs_stay_in_the_result() -> None:
     plan = method.plan(p, "backward", COMPUTE_BOUND)
     low = lower(plan, p)
     chunks = sorted(low.together)
-    sums, one, other = Sums(p, 0, low.unsummed, low.together), *chunks[:2]
+    sums, one, other = Sums(p, 0, CPU, low.unsummed, low.together), *chunks[:2]
     result = random(1, 2 * TOKENS, 2, 4, dtype="bfloat16")
     parts: list[tuple[torch.Tensor, ...]] = [(x, x) for x in (result[:, :TOKENS], result[:, TOKENS:])]
-    partials = Partials(sums, CPU)
+    partials = Partials(sums)
     partials.add_parts([sums.of(one), sums.of(other)], parts)
     for chunk, part in zip((one, other), parts, strict=True):
         assert [x.data_ptr() for x in partials.to_send(chunk)] == [x.data_ptr() for x in part]
-    partials, half = Partials(sums, CPU), range(TOKENS // 2)
+    partials, half = Partials(sums), range(TOKENS // 2)
     parts[1] = 2 * (result[:, TOKENS : TOKENS + len(half)],)
     partials.add_parts([sums.of(one), sums.of(other, half)], parts)
     for chunk, part in zip((one, other), parts, strict=True):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch.distributed.distributed_c10d as c10d
 
-from sp_bench.run.patience import FIRST_USE, before_use, first_timeout
+from sp_bench.run.patience import FIRST_USE, before_use, first_timeout, use_of
 from tests.run import device_jobs
 from tests.support.ranks import Ranks
 
@@ -25,6 +27,22 @@ def test_a_timeout_is_told_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> N
     for group, uses in ((one, "a"), (one, "b"), (one, "ab"), (other, "a"), (one, "a"), (one, "ac"), (one, "c")):
         before_use(group, set(uses), SHORT)  # pyright: ignore[reportArgumentType]
     assert told == [(long, one), (SHORT, one), (long, other), (long, one), (SHORT, one)]
+
+
+def test_bound_uses_tell_what_uses_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order of several on one group."""
+    told: list[timedelta] = []
+    monkeypatch.setattr(c10d, "_set_pg_timeout", lambda timeout, group: told.append(timeout))
+    order, found = (0, 0, 0, 1, 0, 1, 2, 1, 0, 2), list[list[timedelta]]()
+    for bound in (True, False):
+        told, group = [], cast(Any, Group())
+        each = [
+            (use_of if bound else partial(partial, before_use))(group, set(uses), SHORT) for uses in ("a", "ab", "c")
+        ]
+        for place in order:
+            each[place]()
+        found.append(told)
+    assert found[0] == found[1] and len(found[0]) == 6
 
 
 def test_transfers_that_connect_have_longer(ranks: Ranks) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -145,20 +145,25 @@ SENT_AS_HELD = four("mesh", {"tile": (4, 1)}, wire="float32")
 
 def test_what_is_sent_is_kept_until_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SENT_AS_HELD.wrong() == ""
-    monkeypatch.setattr(streams.DeviceStreams, "keep", lambda self, tensors: None)
+    monkeypatch.setattr(streams.DeviceStreams, "keeper", lambda self, index: lambda tensors: None)
     assert "Hazard" in SENT_AS_HELD.wrong()
 
 
 def test_what_is_kept_is_let_go_within_the_execution(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the latest when blocks have waited for the lane, so that memory is what account says."""
     kept: list[int] = []
-    keep = streams.DeviceStreams.keep
+    keeper = streams.DeviceStreams.keeper
 
-    def watch(self: streams.DeviceStreams, tensors: object) -> None:
-        keep(self, tensors)
-        kept.append(len(self._kept))
+    def watched(self: streams.DeviceStreams, index: int) -> Callable[[object], None]:
+        keep = keeper(self, index)
 
-    monkeypatch.setattr(streams.DeviceStreams, "keep", watch)
+        def watch(tensors: object) -> None:
+            keep(tensors)
+            kept.append(len(self._kept))
+
+        return watch
+
+    monkeypatch.setattr(streams.DeviceStreams, "keeper", watched)
     assert SENT_AS_HELD.wrong() == ""
     at_once = max(kept)
     monkeypatch.setattr(streams, "_let_go", lambda plan, waits: [()] * len(plan.ops))

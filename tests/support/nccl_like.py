@@ -72,7 +72,7 @@ class Communicator:
     def _get_backend(self, device: torch.device) -> Communicator:
         return self
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def _start_coalescing(self) -> None:
         self.batch = []
 
     def send(self, tensors: list[Tensor], place: int, tag: int) -> None:
@@ -87,7 +87,7 @@ class Communicator:
             raise Refused("messages one by one, of which two ranks may wait for each other")
         self.batch.append((sends, self.members[place], x))
 
-    def _end_coalescing(self, device: torch.device) -> _Work:
+    def _end_coalescing(self) -> _Work:
         messages, self.batch = self.batch, None
         if not messages:
             raise Refused("an empty batch")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ from sp_bench.run.executor import Action
 HEADS, HEAD_DIM, RANKS, REPETITIONS = 8, 64, 8, 9
 OVERHEAD_TOKENS = 1024
 """Tokens of a block in the measurement of the interpreter."""
-QUEUED_RANKS = (8, 64, 256)
 EFFICIENCY_SEQLENS = (4096, 8192)
 EFFICIENCY_OF = ((FULL, HEADS), (FULL, HEADS // 4), (CAUSAL, HEADS))
 """The mask and the number of KV heads of each measurement."""
@@ -119,13 +117,6 @@ def interpreter(_: Runs) -> list[dict[str, str]]:
         rows.append(row | {"allocations": f"{count} ({megabytes:.0f} MB)"})
         print(rows[-1], flush=True)
     return rows
-
-
-def host(_: Runs) -> list[dict[str, str]]:
-    """The host's time to queue a plan for GPUs: a row for each method and number of ranks. Only a checkout has it."""
-    torch.set_num_threads(1)
-    host_path = import_module("benchmarks.host_path")
-    return [host_path.row(name, n) for name in host_path.METHODS for n in QUEUED_RANKS]
 
 
 def blocks(_: Runs) -> list[dict[str, str]]:

@@ -1,0 +1,250 @@
+"""The calls that compute the windows of a block, forward and backward, and fold their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from sp_bench.kernels import BlockKernel
+from sp_bench.kernels.contract import Forward, Gradients
+from sp_bench.kernels.pieces import Pieces
+from sp_bench.plan.ops import Chunk
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.regions import RegionKind
+from sp_bench.run.execution import FOLDS, KERNELS, REST, WAITS, Execution, Perform
+from sp_bench.run.holdings import Holdings
+from sp_bench.run.latents import Expanding
+from sp_bench.run.makings import Together, is_one_making
+from sp_bench.run.partials import Rows, Sum, Sums, Tensors, tokens_of
+
+Take = Callable[[Holdings, Tensors], Tensors]
+"""Takes rows out of the tensors of a chunk."""
+
+
+class Window(NamedTuple):
+    """The rows of a block that one kernel call computes."""
+
+    q: Rows
+    kv: Rows
+    kind: RegionKind | Pieces
+    """The kind of its region, never STRICT."""
+
+
+class Windows:
+    """Makes the calls that compute windows of blocks on one rank."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        sums: Sums,
+        device: torch.device,
+        kernel_of: Callable[[Chunk], BlockKernel | Expanding],
+        *,
+        timed: bool,
+    ) -> None:
+        """`kernel_of` is the kernel of blocks of some queries. Without `timed` no laps of executions are marked."""
+        self._problem, self._sums, self._device, self._kernel_of, self._timed = problem, sums, device, kernel_of, timed
+
+    def _with_keys(
+        self, queries: Chunk, windows: Sequence[Window], take: Callable[[Rows], Take | None]
+    ) -> tuple[BlockKernel | Expanding, list[Take | None], Together | None, Take | None]:
+        """(the kernel of a block's calls, what takes each call's keys; where these are made of latents, and some of
+        them for several calls, how they are made together, and what takes the latents).
+        """
+        kernel, calls = self._kernel_of(queries), [(window.kv, window.kind) for window in windows]
+        if not isinstance(kernel, Expanding) or not calls or is_one_making(calls):
+            return kernel, [take(rows) for rows, _ in calls], None, None
+        together = Together(kernel, calls, self._device, getattr(torch, self._problem.accumulate_dtype))
+        takes: list[Take | None] = [_made(together.take(call)) for call in range(len(calls))]
+        return together.kernel, takes, together, take(together.rows) or as_they_are
+
+    def forward(
+        self,
+        q_chunk: Chunk,
+        o: Chunk,
+        windows: Sequence[Window],
+        take: Callable[[Rows], Take | None],
+        keys: Chunk | Callable[[Holdings], Tensors],
+        more: Perform | None = None,
+    ) -> Perform:
+        """A call that computes and folds O of windows, and then does `more`. `keys` is the chunk of keys and values, or
+        makes them, and `take` takes rows out of them.
+        """
+        kernel, takes, together, latents = self._with_keys(q_chunk, windows, take)
+        bound = [
+            (self._take_queries(q_chunk, w.q), take_kv, self._forward_of(kernel, w), self._sums.at(o, w.q))
+            for w, take_kv in zip(windows, takes, strict=True)
+        ]
+        timed = self._timed
+        kv, make = (keys, _nothing_made) if isinstance(keys, Chunk) else (None, keys)
+
+        def forward(run: Execution) -> None:
+            if timed:
+                run.lap(WAITS)
+            held = run.holdings
+            of_q, of_kv = held.chunks[q_chunk], make(held) if kv is None else held.chunks[kv]
+            if together and latents:
+                c, _ = latents(held, of_kv)
+                run.lap(REST)
+                of_kv = together.made(c)
+                run.lap(KERNELS)
+                run.see(c, *of_kv)
+                del c
+            for take_q, take_kv, compute, into in bound:
+                (q,) = take_q(held, of_q) if take_q else of_q
+                k, v = take_kv(held, of_kv) if take_kv else of_kv
+                if timed:
+                    run.lap(REST)
+                out, lse = compute(q, k, v)
+                if timed:
+                    run.lap(KERNELS)
+                if run.live is not None:
+                    run.see(*of_kv, *((k, v) if together else ()), out, lse)
+                held.partials.add_output(into, out, lse)
+                if timed:
+                    run.lap(FOLDS)
+            if more:
+                more(run)
+
+        return forward
+
+    def _forward_of(self, kernel: BlockKernel | Expanding, window: Window) -> Forward:
+        kind = window.kind
+        if isinstance(kind, Pieces):
+            return lambda q, k, v: kernel.forward_pieces(q, k, v, kind)
+        if isinstance(kernel, Expanding):
+            return lambda q, c, v: kernel.forward(q, c, v, kind)
+        return kernel.forward_of(kind, len(window.q), len(window.kv), (self._problem.head_dim, self._problem.value_dim))
+
+    def backward(
+        self,
+        q_chunk: Chunk,
+        dq_chunk: Chunk,
+        windows: Sequence[Window],
+        take: Callable[[Rows], Take | None],
+        kv: Chunk | None = None,
+        dkv: Chunk | None = None,
+    ) -> tuple[Callable[..., None], list[Rows]]:
+        """A function that computes and adds dQ of windows, and the key rows of the gradients that it has. It is given
+        the execution alone if keys and their gradients are the chunks `kv` and `dkv`, else also keys and values, and
+        what adds one of these gradients, (dk, dv), by number.
+        """
+        kernel, takes, together, latents = self._with_keys(q_chunk, windows, take)
+        of_keys: list[Rows] = [together.rows] if together else [window.kv for window in windows]
+        into_keys = [self._sums.at(dkv, rows) for rows in of_keys] if dkv is not None else []
+        bound = [
+            (
+                number,
+                self._take_queries(q_chunk, w.q),
+                take_kv,
+                self._gradients_of(kernel, w),
+                self._sums.at(dq_chunk, w.q),
+            )
+            for number, (w, take_kv) in enumerate(zip(windows, takes, strict=True))
+        ]
+        timed = self._timed
+
+        def backward(
+            run: Execution,
+            of_kv: Tensors = (),
+            add: Callable[[int, Tensors], None] | None = None,
+            sums: Tensors = (),
+        ) -> None:
+            held = run.holdings
+            if kv is not None:
+                if timed:
+                    run.lap(WAITS)
+                of_kv = held.chunks[kv]
+            of_q, c_and_none, of_made = held.chunks[q_chunk], of_kv, ()
+            if together and latents:
+                c_and_none = latents(held, of_kv)
+                run.lap(REST)
+                of_kv = together.made(c_and_none[0])
+                of_made = together.sums(of_kv)
+                run.lap(KERNELS)
+            for number, take_q, take_kv, compute, into in bound:
+                q, out, dout, lse = take_q(held, of_q) if take_q else of_q
+                k, v = take_kv(held, of_kv) if take_kv else of_kv
+                if timed:
+                    run.lap(REST)
+                dq, dk, dv = compute(dout, q, k, v, out, lse)
+                if timed:
+                    run.lap(KERNELS)
+                if run.live is not None:
+                    run.see(*of_kv, *sums, *of_made, *((k, v) if together else ()), dq, dk, dv)
+                if together:
+                    held.partials.add_gradients(into, (dq,))
+                    together.add(of_made, number, (dk, dv))
+                elif add is None:
+                    held.partials.add_block_gradients(dq, into, (dk, dv), into_keys[number])
+                else:
+                    held.partials.add_gradients(into, (dq,))
+                    add(number, (dk, dv))
+                if timed:
+                    run.lap(FOLDS)
+            if together:
+                c, none = c_and_none
+                dc = together.gradients(c, of_made)
+                run.lap(KERNELS)
+                run.see(c, *of_kv, *sums, *of_made, dc)
+                (add or partial(_add, run, into_keys))(0, (dc, none))
+                run.lap(FOLDS)
+
+        return backward, of_keys
+
+    def _gradients_of(self, kernel: BlockKernel | Expanding, window: Window) -> Gradients:
+        kind = window.kind
+        if isinstance(kind, Pieces):
+            return lambda dout, q, k, v, out, lse: kernel.gradients_of_pieces(dout, q, k, v, out, lse, kind)
+        if isinstance(kernel, Expanding):
+            return lambda dout, q, c, v, out, lse: kernel.gradients(dout, q, c, v, out, lse, kind)
+        dims = (self._problem.head_dim, self._problem.value_dim)
+        return kernel.gradients_of(kind, len(window.q), len(window.kv), dims)
+
+    def take(self, chunk: Chunk, rows: Rows) -> Take | None:
+        """A function that takes rows out of the tensors of a chunk; None if they are all of them."""
+        if self._sums.at(chunk, rows).whole:
+            return None
+
+        def take(held: Holdings, tensors: Tensors) -> Tensors:
+            places = held.among(chunk, rows)
+            return tuple([tokens_of(x, places) for x in tensors])
+
+        return take
+
+    def _take_queries(self, chunk: Chunk, rows: Rows) -> Take | None:
+        """`_take` of a chunk of queries, of which most blocks read the same rows: these are cut once."""
+        take = self.take(chunk, rows)
+        if take is None or not isinstance(rows, range):
+            return take
+        run = rows.start, rows.stop
+
+        def take_once(held: Holdings, tensors: Tensors) -> Tensors:
+            known = held.cuts.setdefault(chunk, {})
+            if run not in known:
+                known[run] = take(held, tensors)
+            return known[run]
+
+        return take_once
+
+
+def _nothing_made(held: Holdings) -> Tensors:
+    raise AssertionError("keys are a chunk")
+
+
+def _add(run: Execution, into: Sequence[Sum], number: int, gradients: Tensors) -> None:
+    """Add the gradients of some key rows to those of their chunk."""
+    run.holdings.partials.add_gradients(into[number], gradients)
+
+
+def _made(take: Callable[[Tensors], Tensors]) -> Take:
+    """A function that takes rows out of what was made."""
+    return lambda held, tensors: take(tensors)
+
+
+def as_they_are(held: Holdings, tensors: Tensors) -> Tensors:
+    """All rows (Take)."""
+    return tensors
