@@ -136,7 +136,7 @@ def _output(settings: Settings, *command: str) -> str:
     conf = str(settings.variables.get("SLURM_CONF") or os.environ.get("SLURM_CONF") or "")
     environment |= {"SLURM_CONF": conf} if conf else {}
     if conf and not Path(conf).exists():
-        would_work = "slurm=NAME for another cluster, or slurm/testcluster up, would work"
+        would_work = "slurm=NAME for another cluster, or python -m tests.slurm.testcluster up, would work"
         raise SlurmError(f"SLURM_CONF={conf}", "there is no such file", would_work)
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -97,9 +97,6 @@ COMMANDS = {
         "how far simulated points are from measured ones",
         IN_MAIN,
     ),
-    "testcluster": Command(
-        "sp_bench.slurm.testcluster", "up | down | status", "a SLURM on this machine, to try sweeps"
-    ),
 }
 """All commands, by name: those that answer first, then those that measure, then those that read records."""
 

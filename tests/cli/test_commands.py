@@ -48,7 +48,7 @@ def test_the_page_of_the_command_line_has_the_table() -> None:
     assert rows == expected
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("run", "records", "testcluster")])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("run", "records")])
 def test_a_command_is_its_module(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each answers --help with its own text, and `sp-bench help NAME` is the same."""
     assert main([name, "--help"]) == 0

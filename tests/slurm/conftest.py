@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from sp_bench.errors import RequestError
-from sp_bench.slurm.testcluster import SlurmBox, refuse_without_root_and_packages
+from tests.slurm.testcluster import SlurmBox, refuse_without_root_and_packages
 
 
 @pytest.fixture(scope="session")

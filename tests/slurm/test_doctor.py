@@ -12,7 +12,7 @@ import pytest
 from sp_bench import records
 from sp_bench.methods import REGISTRY
 from sp_bench.resources import ROOT
-from sp_bench.slurm.testcluster import SlurmBox
+from tests.slurm.testcluster import SlurmBox
 from tests.support.typed import Known
 
 SRUN = ["srun", "--nodelist=n[1-2]", "--ntasks-per-node=1", "--gres=gpu:3", "--kill-on-bad-exit=1", f"--chdir={ROOT}"]

@@ -18,10 +18,11 @@ from rich.console import Console
 
 from sp_bench import records
 from sp_bench.resources import ROOT
-from sp_bench.slurm import queue, testcluster
+from sp_bench.slurm import queue
+from tests.slurm import testcluster
 from sp_bench.slurm.folder import Sweep
 from sp_bench.slurm.sweep import main
-from sp_bench.slurm.testcluster import SlurmBox
+from tests.slurm.testcluster import SlurmBox
 from sp_bench.slurm.watching import watch
 
 POINT = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "warmup=1", "logger=none"]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sp_bench.errors import RequestError
-from sp_bench.slurm import testcluster
-from sp_bench.slurm.testcluster import Host, SlurmBox, main, refuse_without_root_and_packages
+from tests.slurm import testcluster
+from tests.slurm.testcluster import Host, SlurmBox, main, refuse_without_root_and_packages
 
 DAEMONS = ("slurmctld", "slurmd", "slurmstepd", "munged")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sp_bench.analysis.runs import Point, Runs, point
-from sp_bench.analysis.studies.choosing.places import Winner, by_time, step
+from sp_bench.analysis.ranking import Winner, by_time, step
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.layout import LAYOUTS

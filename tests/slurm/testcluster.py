@@ -1,9 +1,9 @@
 """A SLURM on this machine, with nodes of 8 pretend GPUs and all state in one folder.
 
-    slurm/testcluster up
+    python -m tests.slurm.testcluster up
     export SLURM_CONF=/tmp/sp_bench-slurm/slurm.conf
     srun -N 2 --ntasks-per-node 4 hostname
-    slurm/testcluster down
+    python -m tests.slurm.testcluster down
 
 It needs root, for munge, slurmd and device files, and the Debian packages slurm-wlm and munge. It uses free ports, so
 several can run in different folders.
@@ -173,7 +173,7 @@ def refuse_without_root_and_packages() -> None:
         would_work = f"apt-get install -y {' '.join(missing)} would work"
         raise RequestError("a SLURM on this machine", f"needs the packages {' and '.join(missing)}", would_work)
     if os.geteuid() != 0:
-        would_work = "sudo slurm/testcluster up would work"
+        would_work = "sudo python -m tests.slurm.testcluster up would work"
         raise RequestError("a SLURM on this machine", "needs root, as its daemons do", would_work)
 
 
@@ -259,7 +259,9 @@ def _last_lines(path: Path, count: int = 5) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog="slurm/testcluster", description="A real SLURM on this machine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.slurm.testcluster", description="A real SLURM on this machine."
+    )
     parser.add_argument("command", choices=("up", "down", "status"))
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where all its state is (default: %(default)s)")
     arguments = parser.parse_args(argv)
