@@ -61,7 +61,18 @@ def explained(word: str) -> str:
         words = {*_groups(), *COMMANDS, *(part for line in lines for part in (line.key, line.key.rpartition(".")[2]))}
         close = "".join(f"did you mean {near}? " for near in difflib.get_close_matches(word, words, n=1))
         raise RequestError(word, "there is no such key or command", f"{close}`sp-bench help` lists all keys")
-    return "\n".join(_explained(line, names) for line, names in meant.items())
+    return "\n".join([*(_explained(line, names) for line, names in meant.items()), *_workloads(word)])
+
+
+def _workloads(word: str) -> list[str]:
+    """The workloads, each with the first sentence of its module, if the word is their key; otherwise nothing."""
+    texts = (path.read_text() for path in sorted(place(word).glob("*.py"))) if word == "workload" else ()
+    said = (re.match(r'"""workload=(\w+): (.*?)\.\s', text, re.DOTALL) for text in texts)
+    return [
+        textwrap.fill(f"{one[1]}: {one[2]}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+        for one in said
+        if one
+    ]
 
 
 def _is_meant(word: str, key: str, names: list[str]) -> bool:

@@ -76,6 +76,7 @@ def test_a_command_gets_its_arguments(tmp_path: Path, capsys: pytest.CaptureFixt
         ("train", "train.recompute, default attention\n(.|\n)*none, attention"),
         ("cluster", "cluster, default h100_ndr400(.|\n)*  local +This machine"),
         ("method", "  ring  +Ring Attention: every rank"),
+        ("workload", "workload, default attention\n(.|\n)*  decode: attention of a decode step"),
         ("data.lengths", "data.lengths, default (.|\n)*of data=lengths"),
     ],
 )

@@ -43,14 +43,15 @@ def test_pages_that_need_no_checkout(page: str, tmp_path: Path, environment: dic
     assert follow(ROOT / page, tmp_path, environment)
 
 
-GUIDES = ("add_a_method", "add_a_cluster", "add_a_kernel", "add_a_mask")
+GUIDES = ("add_a_method", "add_a_cluster", "add_a_kernel", "add_a_mask", "add_a_workload")
 FROM_REGISTRIES = (
     *("tests/test_house.py", "tests/test_describe.py", "tests/methods/test_options.py", "tests/plan/test_mask.py"),
     *("tests/plan/test_vocabulary.py", "tests/check/test_accepted.py", "tests/records/test_identity.py"),
+    *("tests/cli/test_commands.py", "tests/cli/test_options.py"),
     *("tests/kernels/test_packages.py", "tests/kernels/test_choose.py", "tests/cluster/test_kernel_table.py"),
     "tests/golden/test_figures.py::test_all_that_is_registered_has_figures",
 )
-"""Tests that hold for all that is registered: methods, masks, kernels and clusters."""
+"""Tests that hold for all that is registered: methods, masks, kernels, clusters and workloads."""
 
 
 @pytest.mark.long

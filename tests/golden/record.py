@@ -19,6 +19,7 @@ from sp_bench.__main__ import main as bench
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.mask import MASKS
 from sp_bench.resources import CONF
+from sp_bench.workload import WORKLOADS
 
 FILE = Path(__file__).with_name("figures.json")
 COUNTS = (
@@ -110,8 +111,8 @@ CHOSEN = (
     f" {H100}",
     "method=tree workload=decode gpus=64 batch=32 kv_seqlen=128k heads=32 kv_heads=8 cluster=h100_ndr400",
     "method=pass_q workload=decode gpus=8 batch=3 kv_seqlen=20001 decode.page_tokens=64 kv_heads=8 cluster=h100_ndr400",
-    "method=ring model=gpt_oss_20b train.parameters=sharded gpus=16 seqlen=128k cluster=h100_ndr400",
-    "method=ulysses model=flux_like phase=forward gpus=8 seqlen=4k cluster=h100_ndr400",
+    "method=ring model=gpt_oss_20b workload=train train.parameters=sharded gpus=16 seqlen=128k cluster=h100_ndr400",
+    "method=ulysses model=flux_like workload=dit phase=forward gpus=8 seqlen=4k cluster=h100_ndr400",
     "method=mesh model=flux_like phase=forward gpus=16 seqlen=16k cluster=h100_ndr400",
     "method=usp model=wan_like gpus=16 seqlen=75600 cluster=h100_ndr400",
 )
@@ -120,13 +121,18 @@ WHOLE = {"causal": "", "full": "causal=false"}
 
 
 def registered() -> tuple[str, ...]:
-    """A point for each registered method, mask and cluster that no chosen point has. One that is refused is chosen."""
+    """A point for each registered method, mask, cluster and workload that no chosen point has.
+
+    One that is refused is chosen.
+    """
     words = {word for point in CHOSEN for word in point.split()}
     clusters = [path.stem for path in sorted((CONF / "cluster").glob("*.yaml")) if path.stem != "local"]
+    workloads = (f"workload={name}" for name in WORKLOADS)
     return (
         *(f"method={name} {H100}" for name in REGISTRY if f"method={name}" not in words),
         *(f"method=mesh mask={name} {H100}" for name in MASKS if WHOLE.get(name, f"mask={name}") not in {*words, ""}),
         *(f"method=mesh gpus=8 seqlen=64k cluster={name}" for name in clusters if f"cluster={name}" not in words),
+        *(f"method=mesh model=llama3_8b {word} {H100}" for word in workloads if word not in words),
     )
 
 

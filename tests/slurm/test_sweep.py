@@ -19,11 +19,11 @@ from rich.console import Console
 from sp_bench import records
 from sp_bench.resources import ROOT
 from sp_bench.slurm import queue
-from tests.slurm import testcluster
 from sp_bench.slurm.folder import Sweep
 from sp_bench.slurm.sweep import main
-from tests.slurm.testcluster import SlurmBox
 from sp_bench.slurm.watching import watch
+from tests.slurm import testcluster
+from tests.slurm.testcluster import SlurmBox
 
 POINT = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "warmup=1", "logger=none"]
 SRUN = ["srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", f"--chdir={ROOT}"]

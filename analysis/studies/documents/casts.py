@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sp_bench.analysis.number import Number, computed, formula, least, most, of_record, step_ms
+from sp_bench.analysis.ranking import by_time
 from sp_bench.analysis.runs import Point, Runs, point, request_of
 from sp_bench.analysis.section import Section, section
-from sp_bench.analysis.ranking import by_time
 from sp_bench.analysis.studies.documents import places
 from sp_bench.analysis.studies.documents.places import TOKENS, asked
 from sp_bench.analysis.table import Cell

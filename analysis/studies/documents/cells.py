@@ -13,9 +13,9 @@ from matplotlib.colors import LogNorm
 
 from sp_bench.analysis.figure import STYLE, Figure, colours, new_figure, sources
 from sp_bench.analysis.number import Number, count, derived, ends, least, most, of_record, step_ms, tally, valued
+from sp_bench.analysis.ranking import payload_over_bound
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.analysis.section import Section, Text, listed, section, text, words
-from sp_bench.analysis.ranking import payload_over_bound
 from sp_bench.analysis.studies.documents import places
 from sp_bench.analysis.studies.documents.places import ALL_LAYOUTS, NODE, SETTING, TOKENS, asked
 from sp_bench.analysis.table import Cell

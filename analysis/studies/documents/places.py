@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.analysis.ranking import Winner, by_time, step
+from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.layout import LAYOUTS

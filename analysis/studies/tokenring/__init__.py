@@ -10,9 +10,9 @@ from itertools import product
 from sp_bench.analysis.figure import VOLUME_BOUNDS
 from sp_bench.analysis.number import Number, computed, count, least, most, of_record
 from sp_bench.analysis.paper_tables import rows
+from sp_bench.analysis.ranking import payload
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.analysis.section import Section, section, source
-from sp_bench.analysis.ranking import payload
 from sp_bench.analysis.studies.tokenring.profile import figure6
 from sp_bench.analysis.studies.tokenring.transformer import directions, dit, topologies
 from sp_bench.analysis.table import Cell
