@@ -14,7 +14,8 @@ from sp_bench.cluster.collectives import Algorithm, algorithm
 from sp_bench.cluster.device import DeviceCosts, DeviceSection
 from sp_bench.cluster.emulation import DEFAULT_LAB, Effects, EmulatedHosts, hosts_of
 from sp_bench.cluster.stragglers import Stragglers
-from sp_bench.cluster.topology import Fabric, Inter, Intra, Network, Placement, Topology
+from sp_bench.cluster.tiers import Inter, Intra
+from sp_bench.cluster.topology import Fabric, Network, Placement, Topology
 from sp_bench.errors import RequestError
 from sp_bench.lower import DEFAULT_TRANSPORT, TransportKind, TransportOptions
 from sp_bench.machine import cores_here

@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sp_bench.cluster.topology import FullMesh, Network, Switch
+from sp_bench.cluster.tiers import FullMesh, Switch
+from sp_bench.cluster.topology import Network
 from sp_bench.lower import TransportKind
 from sp_bench.lower.staging import adds_up_on_the_way
 from sp_bench.plan.groups import UP, Group

@@ -22,7 +22,7 @@ import numpy as np
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.cluster import ClusterSection
 from sp_bench.cluster.implementation import OURS, Implementation
-from sp_bench.cluster.topology import FullMesh, PcieTree, Torus
+from sp_bench.cluster.tiers import FullMesh, PcieTree, Torus
 from sp_bench.lower import DEFAULT_TRANSPORT
 from sp_bench.plan.documents import Documents
 from sp_bench.plan.mask import WHOLE

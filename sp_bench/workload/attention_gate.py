@@ -10,9 +10,10 @@ from sp_bench.run.caches import in_pages
 from sp_bench.run.latents import Latents
 from sp_bench.workload.attention_step import forward_of, given_queries, make_engine, random_inputs, sinks_of
 from sp_bench.workload.base import RankContext, Spec
-from sp_bench.workload.exact_rows import SunkRows, errors_of_rows, rows_for
+from sp_bench.workload.exact_rows import SunkRows, errors_of_rows
 from sp_bench.workload.exactness import NAMES
 from sp_bench.workload.gate import GateErrors
+from sp_bench.workload.sampled_rows import rows_for
 
 GATE_TOKENS = 256
 """The number of tokens on a rank in the gate's problem: several tiles of every kernel."""

@@ -29,8 +29,9 @@ from sp_bench.run.sms import share
 from sp_bench.run.transport import AloneTransport
 from sp_bench.workload.base import SINKS, PlannedAttention, RankContext, Spec
 from sp_bench.workload.engine_step import EngineStep
-from sp_bench.workload.exact_rows import Inputs, Sample, SunkRows, errors_of_rows, sampled
+from sp_bench.workload.exact_rows import Inputs, SunkRows, errors_of_rows
 from sp_bench.workload.gate import GateErrors
+from sp_bench.workload.sampled_rows import Sample, sampled
 
 
 class AttentionStep(EngineStep):

@@ -21,8 +21,9 @@ from sp_bench.workload.attention_step import make_engine, parts_of
 from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.denoiser import Denoiser
 from sp_bench.workload.engine_step import EngineStep
-from sp_bench.workload.exact_rows import Inputs, errors_of_rows, sampled
+from sp_bench.workload.exact_rows import Inputs, errors_of_rows
 from sp_bench.workload.gate import GateErrors
+from sp_bench.workload.sampled_rows import sampled
 from sp_bench.workload.train_step import MarkedEngine, Watched
 from sp_bench.workload.transformer import Layer
 

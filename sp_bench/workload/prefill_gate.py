@@ -9,9 +9,9 @@ from sp_bench.plan.documents import Packed
 from sp_bench.workload.attention_gate import GATE_TOKENS
 from sp_bench.workload.attention_step import make_engines, sinks_of
 from sp_bench.workload.base import PlannedAttention, RankContext, Spec
-from sp_bench.workload.exact_rows import rows_for
 from sp_bench.workload.gate import GateErrors, worst_of
 from sp_bench.workload.prefill_step import Cached, watched
+from sp_bench.workload.sampled_rows import rows_for
 
 
 def gate(spec: Spec, context: RankContext) -> GateErrors:

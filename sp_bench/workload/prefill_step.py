@@ -25,9 +25,10 @@ from sp_bench.run.latents import Latents
 from sp_bench.workload.attention_step import make_engines, marks_parts, parts_of, random_tensor, sinks_of
 from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.engine_step import EngineStep
-from sp_bench.workload.exact_rows import Sample, SunkRows, errors_of_rows, sampled
+from sp_bench.workload.exact_rows import SunkRows, errors_of_rows
 from sp_bench.workload.gate import GateErrors, worst_of
 from sp_bench.workload.prefill_costs import chunk_part
+from sp_bench.workload.sampled_rows import Sample, sampled
 
 COPIED = "with batch above 1 the rows of the cache that a chunk sees are copied before its attention"
 

@@ -22,9 +22,10 @@ from sp_bench.workload.attention_step import make_engines, parts_of
 from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.collectives import Call
 from sp_bench.workload.engine_step import EngineStep
-from sp_bench.workload.exact_rows import SunkRows, errors_of_rows, sampled
+from sp_bench.workload.exact_rows import SunkRows, errors_of_rows
 from sp_bench.workload.exactness import NAMES
 from sp_bench.workload.gate import GateErrors
+from sp_bench.workload.sampled_rows import sampled
 from sp_bench.workload.states import States
 from sp_bench.workload.trainer import Batch, Trainer, group_on
 from sp_bench.workload.training import UPDATE

@@ -9,7 +9,7 @@ import pytest
 from sp_bench.__main__ import main as run
 from sp_bench.advise.__main__ import main as advise
 from sp_bench.cluster import Cluster
-from sp_bench.cluster.topology import PcieTree
+from sp_bench.cluster.tiers import PcieTree
 from sp_bench.point.simulated import simulate_point
 from sp_bench.resources import conf_content, conf_files
 from tests.workload.requests import point

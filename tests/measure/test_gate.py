@@ -15,8 +15,8 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.method import PHASES
 from sp_bench.workload import Attention, Spec
-from sp_bench.workload.exact_rows import KEYS, ROWS
 from sp_bench.workload.exactness import NAMES
+from sp_bench.workload.sampled_rows import KEYS, ROWS
 from tests.workload.requests import training
 
 RANKS, HEADS = 3, 4

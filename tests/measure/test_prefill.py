@@ -11,7 +11,7 @@ import pytest
 from sp_bench.measure.pool import RankPool
 from sp_bench.point import run_points
 from sp_bench.records.checking import problems_of
-from sp_bench.workload.exact_rows import ROWS
+from sp_bench.workload.sampled_rows import ROWS
 from tests.support.points import point
 from tests.support.typed import Known
 from tests.workload.requests import prompting

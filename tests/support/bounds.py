@@ -18,9 +18,10 @@ from sp_bench.plan.documents import Packed
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.problem import Problem
 from sp_bench.workload import RankContext
-from sp_bench.workload.exact_rows import all_rows, errors_of_rows
+from sp_bench.workload.exact_rows import errors_of_rows
 from sp_bench.workload.exactness import NAMES
 from sp_bench.workload.gate import UNIT_ROUNDOFF
+from sp_bench.workload.sampled_rows import all_rows
 
 FLOORS = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
 """Relative L2 errors that always pass, a few roundings of the dtype, or of sums in it."""

@@ -21,9 +21,10 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import Regions
 from sp_bench.workload import RankContext, exact_rows
 from sp_bench.workload.attention_step import random_inputs
-from sp_bench.workload.exact_rows import KEYS, ROWS, all_rows, errors_of_rows, sampled
+from sp_bench.workload.exact_rows import errors_of_rows
 from sp_bench.workload.exactness import NAMES
 from sp_bench.workload.gate import TOLERANCE
+from sp_bench.workload.sampled_rows import KEYS, ROWS, all_rows, sampled
 from sp_bench.workload.seen import Seen
 from tests.support.packs import packs
 from tests.support.seen import seen
