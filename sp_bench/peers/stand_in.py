@@ -149,7 +149,7 @@ def _parts(q: Tensor, k: Tensor, causal: bool) -> tuple[slice, slice]:
     """The keys that all queries see, and the keys under the causal mask."""
     surplus = k.shape[1] - q.shape[1] if causal else 0
     if surplus < 0:
-        raise NotImplementedError(f"{q.shape[1]} queries and {k.shape[1]} keys under a causal mask")
+        raise ValueError(f"{q.shape[1]} queries and {k.shape[1]} keys under a causal mask")
     return slice(0, surplus), slice(surplus, k.shape[1])
 
 
@@ -163,7 +163,7 @@ def _refuse_options(
     q: Tensor, dropout_p: float, softmax_scale: float | None, window_size: tuple[int, int], softcap: float,
     alibi_slopes: Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise NotImplementedError for anything but plain exact attention."""
+    """Raise ValueError for anything but plain exact attention."""
     usual = softmax_scale is None or math.isclose(softmax_scale, q.shape[-1] ** -0.5)
     if dropout_p or softcap or alibi_slopes is not None or tuple(window_size) != (-1, -1) or not usual:
-        raise NotImplementedError("this stand-in for flash_attn does plain exact attention only")
+        raise ValueError("this stand-in for flash_attn does plain exact attention only")

@@ -16,7 +16,7 @@ hybrid             each document goes to a sub-group of neighbouring chunks: the
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -130,8 +130,8 @@ class AssignedLayout(Layout):
     def gives_all_work(self, n: int, seqlen: int) -> bool:
         return bool(self.ranges.tokens(n // self.head_parallel).all())
 
-    def boundary(self, chunks: int, seqlen: int) -> int:
-        raise NotImplementedError("every chunk differs")
+    def boundaries(self, chunks: int, seqlen: int) -> Sequence[int]:
+        return range(1, chunks)
 
     def refuse(self, n: int, seqlen: int, key: str = "seqlen") -> None:
         """Any number of ranks will do."""

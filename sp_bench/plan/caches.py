@@ -72,8 +72,8 @@ class Paged(Layout):
     def largest(self, n: int, seqlen: int) -> int:
         return self.most(n, seqlen)
 
-    def boundary(self, chunks: int, seqlen: int) -> int:
-        raise NotImplementedError("chunks differ in their last page")
+    def boundaries(self, chunks: int, seqlen: int) -> Sequence[int]:
+        return range(1, chunks)
 
     def refuse(self, n: int, seqlen: int, key: str = "seqlen") -> None:
         """Take any number of tokens."""

@@ -62,7 +62,7 @@ class Layout:
 
     def chunk_tokens(self, chunk, chunks: int, seqlen: int):
         """How many tokens each of one or an array of chunks has; a single number where all have the same."""
-        if seqlen % chunks == 0 and not self.boundary(chunks, seqlen):
+        if seqlen % chunks == 0 and not self.boundaries(chunks, seqlen):
             return seqlen // chunks
         base, longer = divmod(seqlen, chunks * self.pieces)
         tokens = self.pieces * base + 1 * (chunk < longer)
@@ -70,7 +70,7 @@ class Layout:
 
     def is_even(self, n: int, seqlen: int) -> bool:
         """Whether all ranks own as many tokens, in chunks of one size."""
-        return seqlen % n == 0 and not self.boundary(n // self.head_parallel, seqlen)
+        return seqlen % n == 0 and not self.boundaries(n // self.head_parallel, seqlen)
 
     def most(self, n: int, seqlen: int) -> int:
         """Tokens of the rank that owns most."""
@@ -89,10 +89,11 @@ class Layout:
         """The layout of tokens that were there before."""
         return self
 
-    def boundary(self, chunks: int, seqlen: int) -> int:
-        """The first chunk whose piece lengths differ from chunk 0's; 0 where all chunks are alike."""
+    def boundaries(self, chunks: int, seqlen: int) -> Sequence[int]:
+        """The chunks whose piece lengths may differ from those of the chunk before; none where all are alike."""
         longer = seqlen % (chunks * self.pieces)
-        return longer if longer < chunks else (2 * chunks - longer) % chunks
+        first = longer if longer < chunks else (2 * chunks - longer) % chunks
+        return (first,) if first else ()
 
     def refuse(self, n: int, seqlen: int, key: str = "seqlen") -> None:
         """Raise RequestError where a length, that of `key`, leaves a piece or a rank without a token."""
@@ -241,8 +242,7 @@ class Shards:
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
         """The chunks at which the lengths of pieces change: those before each have one token more somewhere."""
-        of_stretches = (layout.boundary(self.chunks, seqlen) for layout, seqlen in self._assigned)
-        return tuple(filter(None, of_stretches))
+        return tuple(chunk for layout, seqlen in self._assigned for chunk in layout.boundaries(self.chunks, seqlen))
 
     @cached_property
     def _assigned(self) -> tuple[tuple[Layout, int], ...]:

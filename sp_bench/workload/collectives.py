@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -46,10 +47,11 @@ class Collectives:
             collective(torch.zeros_like(output, device=device), torch.zeros_like(input, device=device), group)
 
 
-class _Collective:
+class _Collective(ABC):
     """FSDP's interface of a collective: it allocates what is sent or received, and is called with it."""
 
-    key: tuple[str, ...]
+    key: ClassVar[tuple[str, ...]]
+    """What its bytes are counted as."""
 
     def __init__(self, collectives: Collectives, gathered: Callable[[], int], device: torch.device) -> None:
         """`gathered` tells the bytes of the parameters that are gathered at the moment."""
@@ -79,11 +81,13 @@ class _Collective:
         own.marks.append((start, own.clock.mark()))
         return work
 
+    @abstractmethod
     def _execute(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
-        raise NotImplementedError
+        """Move the tensors between the ranks of the group."""
 
+    @abstractmethod
     def _stay(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
-        raise NotImplementedError
+        """Fill the output from this rank's input alone."""
 
 
 Call = tuple[_Collective, Tensor, Tensor, dist.ProcessGroup]
@@ -93,7 +97,7 @@ Call = tuple[_Collective, Tensor, Tensor, dist.ProcessGroup]
 class Gather(_Collective):
     """FSDP's all-gather of parameters, which come back to what they were."""
 
-    key = GATHER
+    key: ClassVar[tuple[str, ...]] = GATHER
 
     def _execute(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
         own = self.collectives
@@ -107,7 +111,7 @@ class Gather(_Collective):
 class Reduce(_Collective):
     """FSDP's reduce-scatter of gradients."""
 
-    key = REDUCE
+    key: ClassVar[tuple[str, ...]] = REDUCE
 
     def _execute(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
         return _reduce_scatter(output, input, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
