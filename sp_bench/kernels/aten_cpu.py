@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sp_bench.kernels.contract import BlockKernel, heads_first
+from sp_bench.kernels.contract import PagedKernel, heads_first
 from sp_bench.kernels.entries import Entries, merged
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -15,7 +15,7 @@ SMALLEST_PAGE = 64
 """Pages of fewer tokens are copied: a result for each would have more bytes than its keys, or take longer to merge."""
 
 
-class AtenCpu(BlockKernel):
+class AtenCpu(PagedKernel):
     """PyTorch's CPU flash attention. Tensors are passed as (B, H, S, D) views, so that nothing is copied."""
 
     name = "aten_cpu"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sp_bench.kernels.contract import heads_first
+from sp_bench.kernels.contract import VarlenKernel, heads_first
 from sp_bench.kernels.cuda import CudaKernel, no_state, unit_stride
 from sp_bench.kernels.pieces import Pieces
 
@@ -15,7 +15,7 @@ _VARLEN_FORWARD = torch.ops.aten._flash_attention_forward.default
 _VARLEN_BACKWARD = torch.ops.aten._flash_attention_backward.default
 
 
-class AtenFlash(CudaKernel):
+class AtenFlash(CudaKernel, VarlenKernel):
     """PyTorch's FlashAttention-2. Tensors are passed as (B, H, S, D) views, so that nothing is copied.
 
     torch.use_deterministic_algorithms selects its deterministic backward.
@@ -23,7 +23,6 @@ class AtenFlash(CudaKernel):
 
     name = "aten_flash"
     published_as = "flash_attn"
-    varlen = True
 
     @classmethod
     def most_head_dim(cls, capability: tuple[int, int]) -> int:

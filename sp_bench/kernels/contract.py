@@ -41,8 +41,6 @@ class BlockKernel(ABC):
     """The kernel with the same code, whose published figures are this one's too."""
     narrow: ClassVar[frozenset[tuple[int, int]]] = frozenset()
     """The widths (of keys, of values) that the backend takes as they are, besides equal ones."""
-    varlen: ClassVar[bool] = False
-    """Whether it has `_forward_varlen` and `_backward_varlen`."""
     persistent_on: ClassVar[tuple[int, ...]] = ()
     """The major compute capabilities on which its kernel of FULL blocks holds SMs from its start to its end."""
     has_margin: ClassVar[bool] = False
@@ -50,7 +48,8 @@ class BlockKernel(ABC):
     sm_margin: int = 0
     """SMs that its kernels leave to transfers, if it `has_margin`."""
     in_pages: ClassVar[bool] = False
-    """Whether it has `forward_pages` alone, in which keys that lie one behind the other are pages of one token."""
+    """Whether it is a PagedKernel that has keys in pages alone: those that lie one behind the other are pages of one
+    token."""
     decodes: bool = False
     """Whether its calls are those of decode steps: few rows, and long caches that a kernel may cut into parts."""
     notes: tuple[str, ...] = ()
@@ -71,7 +70,7 @@ class BlockKernel(ABC):
 
     @classmethod
     def takes_pages(cls, page: int) -> bool:
-        """Whether it reads pages of so many tokens as they lie (`forward_pages`)."""
+        """Whether it reads pages of so many tokens as they lie: a PagedKernel may."""
         return False
 
     @abstractmethod
@@ -161,27 +160,20 @@ class BlockKernel(ABC):
         return value_dim < head_dim and (head_dim, value_dim) not in self.narrow
 
     def takes_varlen(self, head_dim: int) -> bool:
-        """Whether it takes pieces of different sizes in one call."""
-        return self.varlen
+        """Whether it takes pieces of different sizes in one call: a VarlenKernel may."""
+        return False
 
     def forward_pieces(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
         """`forward` of pieces: q, k and v are gathered, and so are (out, lse)."""
         if v.shape[3] < k.shape[3] and self.pads(k.shape[3], v.shape[3]):
             out, lse = self.forward_pieces(q, k, _padded(v, k), pieces)
             return _narrowed(out, v), lse
-        if self.takes_varlen(q.shape[3]):
-            cu_q, cu_kv = pieces.cumulative(len(q))
-            out, lse = self._forward_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), pieces, cu_q, cu_kv)
-            return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+        return self._forward_pieces(q, k, v, pieces)
+
+    def _forward_pieces(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+        """`forward_pieces` of values of a width that the backend takes: here of equal pieces, as a batch."""
         out, lse = self._forward(_stacked(q, pieces), _stacked(k, pieces), _stacked(v, pieces), pieces.causal)
         return out.reshape(*q.shape[:3], v.shape[3]), _in_line(lse, pieces)
-
-    def forward_pages(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
-        """`forward` of entries, each of which sees its own pages: (out_ERHD, lse_EHR) of q_ERHD.
-
-        k and v are pools, (pages, tokens, heads, D), with any numbers where no key is. Values are as wide as keys.
-        """
-        raise NotImplementedError(f"{self.name} reads no pages")
 
     def gradients_of_pieces(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
@@ -191,28 +183,60 @@ class BlockKernel(ABC):
             wide = _padded(dout, q), q, k, _padded(v, k), _padded(out, q)
             dq, dk, dv = self.gradients_of_pieces(*wide, lse, pieces)
             return dq, dk, _narrowed(dv, v)
-        if self.takes_varlen(q.shape[3]):
-            cu_q, cu_kv = pieces.cumulative(len(q))
-            flat_dout, flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
-            flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
-            grads = self._backward_varlen(flat_dout, flat_q, flat_k, flat_v, flat_out, flat_lse, pieces, cu_q, cu_kv)
-        else:
-            stacked_dout, stacked_q, stacked_k, stacked_v, stacked_out = (
-                _stacked(x, pieces) for x in (dout, q, k, v, out)
-            )
-            stacked_lse = lse.unflatten(2, (len(pieces.regions), -1)).transpose(1, 2).flatten(0, 1)
-            grads = self._backward(
-                stacked_dout, stacked_q, stacked_k, stacked_v, stacked_out, stacked_lse, pieces.causal
-            )
+        grads = self._gradients_of_pieces(dout, q, k, v, out, lse, pieces)
         dq, dk, dv = (grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
         return dq, dk, dv
 
+    def _gradients_of_pieces(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
+    ) -> tuple[Tensor, ...]:
+        """(dq, dk, dv) of pieces, as `_forward_pieces` has them, in any shape."""
+        dout, q, k, v, out = (_stacked(x, pieces) for x in (dout, q, k, v, out))
+        lse = lse.unflatten(2, (len(pieces.regions), -1)).transpose(1, 2).flatten(0, 1)
+        return self._backward(dout, q, k, v, out, lse, pieces.causal)
+
+
+class PagedKernel(BlockKernel):
+    """A kernel of decode steps that is told in which pages of a pool keys lie."""
+
+    @abstractmethod
+    def forward_pages(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
+        """`forward` of entries, each of which sees its own pages: (out_ERHD, lse_EHR) of q_ERHD.
+
+        k and v are pools, (pages, tokens, heads, D), with any numbers where no key is. Values are as wide as keys.
+        """
+
+
+class VarlenKernel(BlockKernel):
+    """A kernel that takes pieces of different sizes in one call."""
+
+    def takes_varlen(self, head_dim: int) -> bool:
+        return True
+
+    def _forward_pieces(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+        if not self.takes_varlen(q.shape[3]):
+            return super()._forward_pieces(q, k, v, pieces)
+        cu_q, cu_kv = pieces.cumulative(len(q))
+        out, lse = self._forward_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), pieces, cu_q, cu_kv)
+        return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+
+    def _gradients_of_pieces(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
+    ) -> tuple[Tensor, ...]:
+        if not self.takes_varlen(q.shape[3]):
+            return super()._gradients_of_pieces(dout, q, k, v, out, lse, pieces)
+        cu_q, cu_kv = pieces.cumulative(len(q))
+        flat_dout, flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
+        flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
+        return self._backward_varlen(flat_dout, flat_q, flat_k, flat_v, flat_out, flat_lse, pieces, cu_q, cu_kv)
+
+    @abstractmethod
     def _forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, cu_q: Tensor, cu_kv: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(out_THD, lse_HT) of q_THD, k and v, in which the pieces of all batch entries stand one behind the other."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _backward_varlen(
         self,
         dout: Tensor,
@@ -226,7 +250,6 @@ class BlockKernel(ABC):
         cu_kv: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv), as `_forward_varlen` has its tensors."""
-        raise NotImplementedError
 
 
 def _padded(x: Tensor, like: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sp_bench.kernels.contract import PagedKernel, VarlenKernel
 from sp_bench.kernels.cuda import CudaKernel, beneath, deterministic, unit_stride
 from sp_bench.kernels.entries import Entries
 from sp_bench.kernels.pieces import Pieces
@@ -20,14 +21,13 @@ PAGES_OF = 256
 """Its pages have a multiple of so many tokens (csrc/flash_attn/flash_api.cpp, mha_fwd_kvcache)."""
 
 
-class FlashAttn(CudaKernel):
+class FlashAttn(CudaKernel, VarlenKernel, PagedKernel):
     """FlashAttention-2. Its tensors are (B, S, H, D), as in the contract; a window of (-1, -1) means no window."""
 
     name = "flash_attn"
     package = "flash_attn.flash_attn_interface"
     packages: ClassVar[Mapping[str, str]] = {"flash_attn": "flash-attn"}
     install = "pip install flash-attn --no-build-isolation"
-    varlen = True
 
     @classmethod
     def takes_pages(cls, page: int) -> bool:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from sp_bench.errors import RequestError
+from sp_bench.kernels.contract import PagedKernel, VarlenKernel
 from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
 from sp_bench.kernels.entries import ABSORBED, Entries
 from sp_bench.kernels.pieces import Pieces
 
 
-class FlashAttn3(CudaKernel):
+class FlashAttn3(CudaKernel, VarlenKernel, PagedKernel):
     """FlashAttention-3. Its tensors are (B, S, H, D), as in the contract.
 
     num_splits is 1, as the order of sums over more splits of the keys would depend on the load; of decode steps, which
@@ -28,7 +29,6 @@ class FlashAttn3(CudaKernel):
 
     name = "flash_attn_3"
     majors = (9,)
-    varlen = True
     persistent_on = (9,)
     has_margin = True
     package = "flash_attn_interface"

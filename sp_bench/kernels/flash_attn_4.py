@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from sp_bench.errors import RequestError
+from sp_bench.kernels.contract import VarlenKernel
 from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
 from sp_bench.kernels.pieces import Pieces
 
@@ -25,14 +26,13 @@ CALLED_WITH: Mapping[str, tuple[str, ...]] = {
 """The functions that are called, and the arguments that they are given by name."""
 
 
-class FlashAttn4(CudaKernel):
+class FlashAttn4(CudaKernel, VarlenKernel):
     """FlashAttention-4. Its tensors are (B, S, H, D), as in the contract."""
 
     name = "flash_attn_4"
     majors = (9, 10, 11, 12)
     persistent_on = (10, 11)
     narrow = frozenset({(192, 128)})
-    varlen = True
     package = "flash_attn.cute.interface"
     packages: ClassVar[Mapping[str, str]] = {"flash_attn.cute": "flash-attn-4"}
     install = "pip install --pre flash-attn-4"

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from sp_bench.kernels.contract import PagedKernel
 from sp_bench.kernels.cuda import CudaKernel
 from sp_bench.kernels.entries import ABSORBED, Entries
 
 
-class StepKernel(CudaKernel):
+class StepKernel(CudaKernel, PagedKernel):
     """A kernel of entries, without a backward, whose package plans for the lengths of caches.
 
     What it plans is made once, as these are the same at every step.

@@ -17,11 +17,6 @@ COMPUTE_ONLY, COMMUNICATION_ONLY = "compute_only", "communication_only"
 INSIDE = ("blocks", "waits", "kernels", "folds", "caller")
 """Parts of a phase's `STEP`, each a field of run.executor.Spent: blocks and folds together, waits for transfers, block
 kernels, folds, and the thread that executes the plan (on a GPU: that queues the work)."""
-TRAINING = ("attention", "loss", "gradient_sync", "optimizer")
-"""Parts of a training step's `STEP`: all of the attention, waits included, the head with its loss, the summation of
-gradients over the ranks, and the optimizer."""
-FULL_ATTENTION = "full_attention"
-"""The part of `attention` that is of layers that see all, where others see less."""
 CORES = {STEP: "core", COMPUTE_ONLY: "compute_only_core", COMMUNICATION_ONLY: "communication_only_core"}
 """The part that is busy core seconds of the rank's machine, beside each of these parts: all processes, over all phases
 together and the barriers around them. Not sampled on a GPU."""

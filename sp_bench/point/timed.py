@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -13,10 +13,8 @@ from sp_bench.measure.samples import (
     COMPUTE_ONLY,
     CORE_WINDOW,
     CORES,
-    FULL_ATTENTION,
     START,
     STEP,
-    TRAINING,
     Samples,
 )
 from sp_bench.measure.stats import rank_medians_ms, slowest_ms, summarise
@@ -156,8 +154,9 @@ def training_step(request: Request, samples: Samples, ranks: Sequence[RankResult
     described = request.workload.described(request.problem)
     if not samples.by_rank("attention").size:
         return described
-    timed = [part for part in (*TRAINING, FULL_ATTENTION) if samples.by_rank(part).size]
-    times_ms = {f"{part}_ms": float(rank_medians_ms(samples, part).max()) for part in timed}
+    parts = {field.name: field.name.removesuffix("_ms") for field in fields(TrainingStep) if field.name.endswith("_ms")}
+    timed = {name: part for name, part in parts.items() if samples.by_rank(part).size}
+    times_ms = {name: float(rank_medians_ms(samples, part).max()) for name, part in timed.items()}
     phases = [phase for phase in PHASES if phase in request.phases]
     whole_s = sum(samples.by_rank(STEP, phase) for phase in phases)
     inside = [samples.by_rank(part, phase) for part in ("attention", "loss", "gradient_sync") for phase in phases]

@@ -428,7 +428,8 @@ class DecodeStep:
 class TrainingStep:
     """A step with a model: the times of its parts, and its memory by kind. None without a model.
 
-    Measured times of parts are medians over iterations of the rank with most.
+    Measured times of parts are medians over iterations of the rank with most: PART_ms is of what a step calls PART
+    (workload.base.Step.parts), such as attention, loss, gradient_sync and optimizer.
     """
 
     how: ClassVar[str] = "measured or simulated"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sp_bench.kernels import BlockKernel
-from sp_bench.kernels.contract import empty_output
+from sp_bench.kernels.contract import PagedKernel, empty_output
 from sp_bench.kernels.entries import Entries
 from sp_bench.kernels.pieces import Pieces, calls
 from sp_bench.plan.caches import CacheBlocks, Caches
@@ -47,6 +47,7 @@ def attend_caches(
     wide = kernel.pads(problem.head_dim, problem.value_dim)
     sunk = _own_rows(ordered, problem, rank, device)
     if reads_in_place(kernel, problem):
+        assert isinstance(kernel, PagedKernel), "it says that it takes pages"
         call: _Reads = _InPages(kernel, regions, problem, int(kv.owner(rank)), device)
     else:
         in_pool = page_rows(problem, int(kv.owner(rank)), device)
@@ -150,7 +151,7 @@ class _InPages:
     """Calls of a kernel that is told in which pages keys lie: one for all sequences with as many rows."""
 
     def __init__(
-        self, kernel: BlockKernel, regions: Regions, problem: Problem, rank: int, device: torch.device
+        self, kernel: PagedKernel, regions: Regions, problem: Problem, rank: int, device: torch.device
     ) -> None:
         mask = problem.mask
         assert isinstance(mask, Caches), "of a decode step"

@@ -129,18 +129,16 @@ class Transport(ABC):
     def exchange_pipelined(
         self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], next_transfer: NextTransfer
     ) -> None:
-        """Exchange one message each way, and start the lane's next transfer tensor by tensor as tensors complete.
-
-        Only if `kind.pipelines`.
+        """Exchange one message each way; a transport that pipelines starts the lane's next transfer meanwhile, tensor
+        by tensor as tensors complete. Others leave it to its own exchange.
         """
-        raise NotImplementedError(self.kind.name)
+        self.exchange(turn, [receive], [send], counted_as)
 
-    def prepost(self, turn: Turn, receives: Sequence[Message]) -> None:
-        """Post the receives of a transfer before its `exchange`. Only if `kind.preposts`.
+    def prepost(self, turn: Turn, receives: Sequence[Message]) -> None:  # noqa: B027  # `exchange` posts what isn't
+        """Post the receives of a transfer before its `exchange`, where the transport can.
 
         A lane calls it in the order of its transfers. Receives that are already posted are left alone.
         """
-        raise NotImplementedError(self.kind.name)
 
     def prepare(self, plans: Iterable[Plan]) -> None:  # noqa: B027  # most transports need nothing
         """Make the groups for the collectives of plans. All ranks call it before the first execution."""
@@ -172,9 +170,9 @@ class Transport(ABC):
     def allocated(self) -> None:  # noqa: B027  # most transports need nothing
         """Take note that the buffers of a plan have been made."""
 
+    @abstractmethod
     def collective(self, turn: Turn, call: Call) -> None:
         """Perform one collective; returns as `exchange` does. The caller counts its bytes."""
-        raise NotImplementedError(self.kind.name)
 
     def count(self, tensors: Sequence[Tensor], counted_as: Sequence[Key]) -> None:
         """Add each tensor's actual size in bytes to `sent_bytes`."""
