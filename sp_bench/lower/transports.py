@@ -11,6 +11,15 @@ class TransportKind:
     """A way to move tensors between ranks, and its capabilities (the code is in run.transport)."""
 
     name: str
+    made_by: str = ""
+    """The function, module:name, that makes it of (ranks, device, plans, timeout, lane_ctas, options), as
+    run.nccl:nccl_transport has them; empty where no request names it."""
+    between: Literal["cpu", "cuda"] = "cpu"
+    """The devices of its ranks."""
+    simulated: bool = True
+    """Whether cluster files have figures for it."""
+    of_one_machine: bool = False
+    """Whether its ranks would share what emulated hosts don't."""
     preposts: bool = False
     """Whether a receive is posted as soon as its buffer is free, before the rank has anything to send."""
     adds: bool = False
@@ -27,11 +36,16 @@ class TransportKind:
     a result that outlives the plan is copied out of one."""
 
 
-GLOO = TransportKind(name="gloo", preposts=True, pipelines=True)
+GLOO = TransportKind(name="gloo", made_by="sp_bench.run.transport:gloo_transport", preposts=True, pipelines=True)
 """Gloo between CPUs; each lane has a thread."""
-SHARED = TransportKind(name="shared_memory", preposts=True, lands=True)
+SHARED = TransportKind(
+    name="shared_memory", made_by="sp_bench.run.shared_memory:shared_transport", simulated=False, of_one_machine=True,
+    preposts=True, lands=True,
+)  # fmt: skip
 """Memory that CPU ranks of one machine share; gloo for collectives and between machines."""
-NCCL = TransportKind(name="nccl", adds=True, in_launch_order=True)
+NCCL = TransportKind(
+    name="nccl", made_by="sp_bench.run.nccl:nccl_transport", between="cuda", adds=True, in_launch_order=True
+)
 """NCCL between GPUs; each lane has a communicator."""
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 """The variable with which NCCL keeps several communicators in launch order; its default is 0. A kernel then waits until
@@ -39,15 +53,18 @@ the one that was launched before it on its GPU has started, of whatever communic
 In captures with drivers before CUDA 12.9, and anywhere before 12.3, it waits for that one's end."""
 ORDERED_FROM = (2, 26)
 """The first NCCL that has it."""
-SYMMETRIC = TransportKind(name="symmetric_memory", adds=True, lands=True)
+SYMMETRIC = TransportKind(
+    name="symmetric_memory", made_by="sp_bench.run.symmetric_memory:symmetric_transport", between="cuda", adds=True,
+    lands=True,
+)  # fmt: skip
 """Copies by the copy engines between the GPUs of a node; NCCL for collectives and between nodes."""
-STAGED = TransportKind(name="staged")
+STAGED = TransportKind(name="staged", between="cuda")
 """Gloo between GPUs, through host memory."""
 ALONE = TransportKind(name="alone")
 """A single rank without peers: it receives copies of what it sends."""
 
 KINDS = {kind.name: kind for kind in (GLOO, SHARED, NCCL, SYMMETRIC)}
-"""The kinds that a request can name."""
+"""The kinds that a request can name. A new one is listed here; its `made_by` is the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,11 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cache
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from sp_bench.errors import RequestError
-from sp_bench.lower import DEFAULT_TRANSPORT, LAUNCH_ORDER, SHARED, SYMMETRIC, TransportOptions
+from sp_bench.lower import DEFAULT_TRANSPORT, LAUNCH_ORDER, TransportOptions
 from sp_bench.machine import CPUS, Devices, gpus_and_driver
 from sp_bench.records.identity import gpu_environment, version
 
@@ -90,19 +91,13 @@ def transport_here(
     With NCCL a lane takes `lane_ctas` CTAs at most; None: its share of the GPU.
     """
     from sp_bench.run.groups import world
-    from sp_bench.run.nccl import nccl_transport
-    from sp_bench.run.shared_memory import shared_transport
-    from sp_bench.run.symmetric_memory import symmetric_transport
-    from sp_bench.run.transport import GlooTransport, HostTransport
+    from sp_bench.run.transport import HostTransport
 
-    ranks = world()
-    if _Process.devices.kind == "cpu":
-        transport = shared_transport(ranks) if options.kind(on_cpu=True) is SHARED else GlooTransport(ranks)
-    elif _Process.devices.shared:
-        transport = HostTransport(ranks)
+    if _Process.devices.shared:
+        transport = HostTransport(world())
     else:
-        make = symmetric_transport if options.kind(on_cpu=False) is SYMMETRIC else nccl_transport
-        transport = make(ranks, device_here(), plans, _Process.group_timeout, lane_ctas, options)
+        make = resolve_name(options.kind(on_cpu=_Process.devices.kind == "cpu").made_by)
+        transport = make(world(), device_here(), plans, _Process.group_timeout, lane_ctas, options)
     transport.prepare(plans.values())
     return transport
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from sp_bench.cluster import Cluster
-from sp_bench.errors import RequestError
-from sp_bench.lower import DEFAULT_TRANSPORT, GLOO, NCCL, SHARED, SYMMETRIC, TransportOptions
+from sp_bench.errors import RequestError, unknown
+from sp_bench.lower import DEFAULT_TRANSPORT, NCCL, SYMMETRIC, TransportOptions
+from sp_bench.lower.transports import KINDS as TRANSPORTS
 from sp_bench.point.mode import Mode
 from sp_bench.reading import Section, read
 
@@ -25,7 +26,8 @@ _NOTES = {
 class TransportKeys(Section, frozen=True, kw_only=True):
     """The keys of conf/config.yaml about transports."""
 
-    transport: Literal["auto", "gloo", "shared_memory", "nccl", "symmetric_memory"]
+    transport: str
+    """auto, or a key of lower.transports.KINDS."""
     registered_buffers: bool
     cta_policy: Literal["default", "efficiency", "zero"] | None
     cuda_graph: bool | Literal["auto"]
@@ -36,6 +38,8 @@ def transport_of(
 ) -> tuple[TransportOptions, list[str]]:
     """The transport of a point, and notes on it. Raises RequestError for one that can't carry the point."""
     keys = read(TransportKeys, {key: config[key] for key in KEYS})
+    if keys.transport not in (known := ("auto", *TRANSPORTS)):
+        raise unknown("transport", keys.transport, known)
     options = TransportOptions(
         name=keys.transport,
         registered_buffers=keys.registered_buffers,
@@ -69,16 +73,16 @@ def _first_other(options: TransportOptions) -> str:
 def _refuse_kind(options: TransportOptions, *, on_cpu: bool, simulated: bool, cluster: Cluster) -> None:
     """Raise RequestError for a transport that the ranks' devices don't have."""
     kind, value = options.kind(on_cpu=on_cpu), f"transport={options.name}"
-    if on_cpu and kind in (NCCL, SYMMETRIC):
-        rule = "is between GPUs, and the point's ranks are on CPUs"
-        raise RequestError(value, rule, "transport=shared_memory or transport=gloo would work")
-    if not on_cpu and kind in (GLOO, SHARED):
-        rule = "is between CPUs, and the point's ranks are on GPUs"
-        raise RequestError(value, rule, "transport=nccl or transport=symmetric_memory would work")
-    if kind is SHARED and simulated:
+    where = "cpu" if on_cpu else "cuda"
+    if kind.between != where:
+        words = {"cpu": "CPUs", "cuda": "GPUs"}
+        others = " or ".join(f"transport={name}" for name, other in TRANSPORTS.items() if other.between == where)
+        rule = f"is between {words[kind.between]}, and the point's ranks are on {words[where]}"
+        raise RequestError(value, rule, f"{others} would work")
+    if simulated and not kind.simulated:
         rule = f"there are no figures for it: those of cluster={cluster.name} are of gloo"
         raise RequestError(value, rule, "mode=measure, or transport=gloo, would work")
-    if kind is SHARED and cluster.hosts:
+    if kind.of_one_machine and cluster.hosts:
         rule = f"the hosts of cluster={cluster.name} are emulated on one machine, and would share its memory"
         raise RequestError(value, rule, "transport=gloo would work")
 

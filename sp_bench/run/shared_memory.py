@@ -130,7 +130,7 @@ class SharedMemory(PeerMemory):
         return self._open[-1]
 
 
-def shared_transport(group: dist.ProcessGroup | None, node: str = "") -> GlooTransport | SharedTransport:
+def shared_transport(group: dist.ProcessGroup | None, *_: object, node: str = "") -> GlooTransport | SharedTransport:
     """The transport of CPU ranks with shared memory; plain gloo for a single rank. `node` as in SharedMemory."""
     remote = GlooTransport(group)
     if group is None:

@@ -300,6 +300,11 @@ class GlooTransport(Transport):
         return FIRST_TAG + self.series % MOST_SERIES * TAGS + lane * FIELDS_PER_LANE + number
 
 
+def gloo_transport(group: dist.ProcessGroup | None, *_: object) -> GlooTransport:
+    """The transport of CPU ranks."""
+    return GlooTransport(group)
+
+
 @dataclass
 class HostTransport(Transport):
     """GPU transport staged through host memory, by gloo; it blocks the caller. Ranks may share a GPU.

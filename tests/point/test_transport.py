@@ -44,7 +44,7 @@ def test_what_a_simulation_does_not_know_is_said() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((*LOCAL, "transport=nccl"), "transport=nccl: is between GPUs.*transport=shared_memory or"),
+        ((*LOCAL, "transport=nccl"), "transport=nccl: is between GPUs.*transport=gloo or"),
         ((*LOCAL, "transport=symmetric_memory"), "transport=symmetric_memory: is between GPUs"),
         ((*LOCAL, "cuda_graph=true"), "cuda_graph=true: only work on GPUs"),
         ((*LOCAL, "registered_buffers=true"), "registered_buffers=true: is an option of NCCL"),

@@ -88,7 +88,7 @@ def made(group: Any, kind: str) -> Transport:
         return HostTransport(group)
     if kind.startswith("shared memory"):  # of all ranks, or of two "nodes" by parity or halves
         halves = dist.get_rank(group) >= dist.get_world_size(group) // 2
-        return shared_transport(group, f"half {halves}" if "two nodes" in kind else "")
+        return shared_transport(group, node=f"half {halves}" if "two nodes" in kind else "")
     ranks = range(dist.get_world_size(group))
     nodes = [2 * rank // len(ranks) for rank in ranks] if kind.endswith("node") else ()
     return NcclTransport(group, communicator=partial(of_gloo, group), nodes=nodes)
