@@ -1,12 +1,18 @@
-"""The fastest of some records of one attention, and the bytes that a record sends beside a bound on them."""
+"""The fastest of some records of one attention, what is as fast, and the bytes that a record sends beside a bound."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from sp_bench.analysis.number import Number, derived, of_record, step_ms
+from sp_bench.point.backing import TELLING
 from sp_bench.records import Record
+
+Name = TypeVar("Name", bound=Hashable)
+UNITS = {"ms": 1.0, "s": 1e3}
+"""Milliseconds of a unit."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,26 @@ def step(record: Record) -> float:
 def by_time(records: Iterable[Record]) -> list[Record]:
     """The records that are ok, the fastest first."""
     return sorted((record for record in records if record.status == "ok"), key=step)
+
+
+def as_fast(times: Mapping[Name, float]) -> list[Name]:
+    """The names of the shortest time and of those that simulations don't tell from it (backing.TELLING), in order."""
+    least = min(times.values())
+    return [name for name, time in times.items() if time <= (1 + TELLING) * least]
+
+
+def by_method(records: Mapping[str, Record], unit: str = "ms", digits: int = 3) -> dict[str, str]:
+    """The cells of a row: every method's simulated step, the fastest ones, and the bound of the first."""
+    times = {name: record.step_ms_median / UNITS[unit] for name, record in records.items() if record.step_ms_median}
+    row = {f"{name}, {unit}": f"{times[name]:.3g}" if name in times else "-" for name in records}
+    if not times:
+        return row | {"fastest": "-", f"its bound, {unit}": "-"}
+    first = records[min(times, key=lambda name: times[name])]
+    bound = (first.bound_ms or 0.0) / UNITS[unit]
+    return row | {
+        "fastest": ", ".join(as_fast(times)),
+        f"its bound, {unit}": f"{bound:.{digits}g}, by {first.bound_by}",
+    }
 
 
 def payload(record: Record) -> Number:

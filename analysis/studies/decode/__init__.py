@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
+from sp_bench.analysis.measured import known
+from sp_bench.analysis.ranking import as_fast, by_method, by_time
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.cli.words import tokens
-from sp_bench.point.backing import TELLING
 from sp_bench.records import Record
 
 METHODS = ("helix", "tree", "dcp", "pass_q")
@@ -76,13 +77,9 @@ def fastest(runs: Runs) -> list[Row]:
     rows = []
     for setting in SETTINGS:
         steps = {name: records[setting, name] for name in METHODS}
-        first = min(steps, key=lambda name: _ms(steps[name]))
-        near = [name for name in METHODS if _ms(steps[name]) <= (1 + TELLING) * _ms(steps[first])]
         row = {"attention": setting.shape.name, "cache": tokens(setting.cache), "batch": str(setting.batch)}
-        row |= {"GPUs": str(setting.gpus)} | {f"{name}, ms": f"{_ms(steps[name]):.3g}" for name in METHODS}
-        row |= {"fastest": ", ".join(near)}
-        bound, by = steps[first].bound_ms or 0.0, steps[first].bound_by
-        rows.append(row | {"its bound, ms": f"{bound:.2g}, by {by}", "cache a GPU, MB": _megabytes(steps[first])})
+        row |= {"GPUs": str(setting.gpus)} | by_method(steps, digits=2)
+        rows.append(row | {"cache a GPU, MB": _megabytes(by_time(steps.values())[0])})
     return rows
 
 
@@ -94,19 +91,13 @@ def shared(runs: Runs) -> list[Row]:
         key = setting._replace(degree=1)
         about = {"attention": setting.shape.name, "GPUs": str(setting.gpus), "batch": str(setting.batch)}
         row = rows.setdefault(key, about | {"cache": tokens(setting.cache)})
-        row[f"TP {setting.degree}, ms"] = f"{_ms(records[setting]):.3g}"
+        row[f"TP {setting.degree}, ms"] = f"{known(records[setting].step_ms_median):.3g}"
     for key, row in rows.items():
-        steps = {degree: _ms(records[key._replace(degree=degree)]) for degree in DEGREES}
-        first = min(steps, key=lambda degree: steps[degree])
-        row["fastest"] = ", ".join(f"TP {d}" for d in DEGREES if steps[d] <= (1 + TELLING) * steps[first])
+        steps = {degree: known(records[key._replace(degree=degree)].step_ms_median) for degree in DEGREES}
+        row["fastest"] = ", ".join(f"TP {degree}" for degree in as_fast(steps))
     return [*rows.values()]
 
 
 def _megabytes(record: Record) -> str:
     assert record.cache_bytes is not None, record.error
     return f"{record.cache_bytes / 1e6:,.3g}"
-
-
-def _ms(record: Record) -> float:
-    assert record.step_ms_median is not None, record.error
-    return record.step_ms_median

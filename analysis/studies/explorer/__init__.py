@@ -46,12 +46,12 @@ def _seen(runs: Runs) -> tuple[str, int, list[str]]:
     """Chromium's version, the number of points shown, and the pictures."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        found = simulated(folder / "records")
-        (folder / "few.html").write_text(page.explorer(found, "Four methods, simulated", drawings=len(found)))
+        few = simulated(folder / "records")
+        (folder / "few.html").write_text(page.explorer(few, "Four methods, simulated", drawings=len(few)))
         driver = chromium.start(folder / "profile")
         try:
-            pictures = _pictures(driver, folder / "few.html", views(found), runs.pages)
-            return driver.capabilities["browserVersion"], len(found), pictures
+            pictures = _pictures(driver, folder / "few.html", views(few), runs.pages)
+            return driver.capabilities["browserVersion"], len(few), pictures
         finally:
             driver.quit()
 
@@ -71,9 +71,9 @@ def pictures(runs: Runs) -> str:
     return "\n\n".join(_seen(runs)[2])
 
 
-def views(found: Mapping[Path, Record]) -> dict[str, dict[str, Any]]:
+def views(few: Mapping[Path, Record]) -> dict[str, dict[str, Any]]:
     """The views of the pictures, by their names."""
-    opened_point = next(r for r in found.values() if (r.method, r.gpus) == ("mesh", 16))
+    opened_point = next(r for r in few.values() if (r.method, r.gpus) == ("mesh", 16))
     return {"Chart": {"tab": "chart"}, "Compare": {"tab": "compare"}, "Point": {"point": opened_point.run_id}}
 
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from itertools import product
 from typing import NamedTuple
 
+from sp_bench.analysis.ranking import by_method, step
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.analysis.studies.inference.kernels import kernels
 from sp_bench.analysis.studies.inference.models import of_models, packs, steps
 from sp_bench.analysis.studies.inference.whole_prompts import prompts, published
 from sp_bench.cli.words import tokens
-from sp_bench.point.backing import TELLING
 from sp_bench.records import Record
 
 __all__ = ["crossings", "fastest", "kernels", "of_models", "packs", "prompts", "published", "steps"]
@@ -70,14 +70,9 @@ def fastest(runs: Runs) -> list[Row]:
     """A row for each setting: every method's step, the fastest ones, and what bounds the first."""
     of_points, rows = records(runs), []
     for setting in SETTINGS:
-        steps = {name: record for name in METHODS if (record := of_points[setting, name]).step_ms_median}
-        first = min(steps, key=lambda name: _ms(steps[name]))
-        near = [name for name in steps if _ms(steps[name]) <= (1 + TELLING) * _ms(steps[first])]
         row = {"attention": setting.shape.name, "history": tokens(setting.history), "GPUs": str(setting.gpus)}
         row |= {"new tokens": tokens(setting.part)}
-        row |= {f"{name}, ms": f"{_ms(steps[name]):.3g}" if name in steps else "-" for name in METHODS}
-        bound, by = steps[first].bound_ms or 0.0, steps[first].bound_by
-        rows.append(row | {"fastest": ", ".join(near), "its bound, ms": f"{bound:.3g}, by {by}"})
+        rows.append(row | by_method({name: of_points[setting, name] for name in METHODS}))
     return rows
 
 
@@ -92,7 +87,7 @@ def crossings(runs: Runs) -> list[Row]:
             for part in PARTS
         }
         less = [part for part, (ring, pass_q) in pairs.items() if _sent(pass_q) < _sent(ring)]
-        faster = [part for part, (ring, pass_q) in pairs.items() if _ms(pass_q) < _ms(ring)]
+        faster = [part for part, (ring, pass_q) in pairs.items() if step(pass_q) < step(ring)]
         row = {"attention": shape.name, "history": tokens(history), "GPUs": str(gpus)}
         row |= {"sends less up to": f"{shape.kv_heads / shape.heads:.1%} of all keys"}
         row |= {"sends less, new tokens": _up_to(less), "is faster, new tokens": _up_to(faster)}
@@ -112,8 +107,3 @@ def _sent_range(here: Mapping[int, list[Record]], which: int) -> str:
 def _sent(record: Record) -> float:
     assert record.comm_bytes_per_gpu is not None, record.error
     return record.comm_bytes_per_gpu
-
-
-def _ms(record: Record) -> float:
-    assert record.step_ms_median is not None, record.error
-    return record.step_ms_median

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
+from sp_bench.analysis.ranking import by_method, by_time
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.cli.words import number, tokens
-from sp_bench.point.backing import TELLING
 from sp_bench.records import Record
 
 CLUSTER = "h100_ndr400"
@@ -42,7 +42,7 @@ def of_models(runs: Runs) -> list[Row]:
     for setting in settings:
         records = {name: of_points[setting, name] for name in PROMPTS}
         row = {"model": setting.model, "prompt": tokens(setting.length), "GPUs": str(setting.gpus)}
-        rows.append(row | _by_method(records, "s", 1e3) | _sizes(records))
+        rows.append(row | by_method(records, "s") | _sizes(records))
     return rows
 
 
@@ -57,7 +57,7 @@ def steps(runs: Runs) -> list[Row]:
         records = {name: of_points[setting, name] for name in STEPS}
         row = {"model": setting.model, "cache": tokens(setting.length), "batch": str(setting.batch)}
         row |= {"GPUs": str(setting.gpus)}
-        rows.append(row | _by_method(records, "ms", 1.0) | _sizes(records))
+        rows.append(row | by_method(records) | _sizes(records))
     return rows
 
 
@@ -72,7 +72,7 @@ def packs(runs: Runs) -> list[Row]:
         records = {name: of_points[setting, name] for name in PACKS}
         row = {"layer of": setting.model, "pack": tokens(setting.length), "GPUs": str(setting.gpus)}
         sent = " / ".join(number((records[name].comm_bytes_per_gpu or 0) / 1e6) for name in PACKS)
-        rows.append(row | _by_method(records, "ms", 1.0) | {"sent by a GPU, MB": sent})
+        rows.append(row | by_method(records) | {"sent by a GPU, MB": sent})
     return rows
 
 
@@ -94,23 +94,10 @@ def _point(setting: Setting, method: str, **keys: Any) -> Point:
     return point(method=method, model=setting.model, gpus=setting.gpus, cluster=CLUSTER, baseline=None, trace=0, **keys)
 
 
-def _by_method(records: Mapping[str, Record], unit: str, divisor: float) -> Row:
-    """Every method's time, the fastest ones, and the bound of the first."""
-    times = {name: record.step_ms_median / divisor for name, record in records.items() if record.step_ms_median}
-    row = {f"{name}, {unit}": f"{times[name]:.3g}" if name in times else "-" for name in records}
-    if not times:
-        return row | {"fastest": "-", f"its bound, {unit}": "-"}
-    first = min(times, key=lambda name: times[name])
-    row |= {"fastest": ", ".join(name for name in times if times[name] <= (1 + TELLING) * times[first])}
-    bound, by = (records[first].bound_ms or 0.0) / divisor, records[first].bound_by
-    return row | {f"its bound, {unit}": f"{bound:.3g}, by {by}"}
-
-
 def _sizes(records: Mapping[str, Record]) -> Row:
     """The caches of all layers on a GPU, and the peak of the fastest method."""
-    known: Sequence[Record] = [record for record in records.values() if record.step_ms_median]
-    if not known:
+    if not (ranked := by_time(records.values())):
         return {"cache; peak, GB": "does not fit"}
-    first = min(known, key=lambda record: record.step_ms_median or 0.0)
+    first = ranked[0]
     sizes = first.kv_cache_bytes, first.peak_mem_bytes_max
     return {"cache; peak, GB": "; ".join(number((size or 0) / 1e9) for size in sizes)}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
+from sp_bench.analysis.ranking import as_fast
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.cli.words import number, tokens
-from sp_bench.point.backing import TELLING
 from sp_bench.records import Record
 
 METHODS = ("ring", "pass_q", "usp", "mesh")
@@ -52,12 +52,12 @@ def prompts(runs: Runs) -> list[Row]:
         times_s = {name: _ttft_s(records[setting, name]) for name in METHODS}
         first = min(times_s, key=lambda name: times_s[name])
         whole_s = min(_ttft_s(records[setting._replace(chunk=setting.prompt), name]) for name in METHODS)
-        record, near = records[setting, first], [n for n in METHODS if times_s[n] <= (1 + TELLING) * times_s[first]]
+        record = records[setting, first]
         each_ms = record.chunk_ms or []
         row = {"prompt": tokens(setting.prompt), "GPUs": str(setting.gpus)}
         row |= {"chunk": tokens(setting.chunk) if setting.chunk < setting.prompt else "all of it"}
         row |= {f"{name}, s": f"{times_s[name]:.3g}" for name in METHODS}
-        row |= {"fastest": ", ".join(near), "over one piece": f"{times_s[first] / whole_s:.2f}x"}
+        row |= {"fastest": ", ".join(as_fast(times_s)), "over one piece": f"{times_s[first] / whole_s:.2f}x"}
         row |= {"its first and last chunk, ms": ", ".join(f"{each_ms[end]:,.0f}" for end in (0, -1))}
         row |= {"its bound, s": f"{(record.bound_ms or 0) / 1e3:.3g}, by {record.bound_by}"}
         sizes = record.comm_bytes_per_gpu, record.kv_cache_bytes, record.peak_mem_bytes_max

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
+from sp_bench.analysis.measured import known
+from sp_bench.analysis.ranking import as_fast
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.cli.words import tokens
-from sp_bench.point.backing import TELLING
 from sp_bench.records import Record
 
 METHODS = ("ring", "ulysses", "usp", "mesh")
@@ -48,14 +49,14 @@ def by_form(runs: Runs) -> list[Row]:
     records = runs.by_key({each: _point(*each) for each in asked})
     rows = []
     for setting in SETTINGS:
-        steps = {(name, form): _ms(records[setting, name, form]) for name, form in product(METHODS, FORMS)}
+        steps = {
+            (name, form): known(records[setting, name, form].step_ms_median) for name, form in product(METHODS, FORMS)
+        }
         size = tokens(setting.seqlen)
         size += f" behind {tokens(setting.kv_seqlen - setting.seqlen)}" if setting.kv_seqlen else ""
         row = {"of": setting.kind, "GPUs": str(setting.gpus), "tokens": size}
         row |= {f"{name}, ms": " / ".join(f"{steps[name, form]:,.4g}" for form in FORMS) for name in METHODS}
-        least = min(steps.values())
-        near = [f"{name} ({form})" for (name, form), ms in steps.items() if ms <= (1 + TELLING) * least]
-        rows.append(row | {"fastest": ", ".join(near)})
+        rows.append(row | {"fastest": ", ".join(f"{name} ({form})" for name, form in as_fast(steps))})
     return rows
 
 
@@ -73,8 +74,3 @@ def sent(runs: Runs) -> list[Row]:
 def _gigabytes(record: Record) -> str:
     assert record.peak_mem_bytes_max is not None and record.comm_bytes_per_gpu is not None, record.error
     return f"{record.comm_bytes_per_gpu / 1e9:,.3g} / {record.peak_mem_bytes_max / 1e9:,.3g}"
-
-
-def _ms(record: Record) -> float:
-    assert record.step_ms_median is not None, record.error
-    return record.step_ms_median
