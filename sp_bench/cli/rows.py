@@ -21,6 +21,8 @@ from sp_bench.cli.words import (
     variant,
 )
 from sp_bench.records import Record
+from sp_bench.records.rows import Result
+from sp_bench.records.schema import quantities
 from sp_bench.records.workloads import model_in_words
 
 FEWEST_CORE_MS, SHORTEST_MS = 500.0, 200.0
@@ -153,6 +155,18 @@ class Row(NamedTuple):
     """Whether it is printed though not all rows are asked for."""
 
 
+def _part(record: Record, name: str, *, if_any: bool) -> str:
+    """A part of a step, as a share of it."""
+    part_ms = getattr(record, name)
+    return share(part_ms or None if if_any else part_ms, record)
+
+
+PARTS = tuple(
+    Row(one.shown.row, partial(_part, name=name, if_any=one.shown.if_any))
+    for name, one in quantities().items()
+    if isinstance(one.shown, Result) and one.shown.row
+)
+"""The rows that stand at their quantities (records.quantities)."""
 ROWS = (
     Row("layout, variant", lambda r: f"{r.layout}, {variant(r)}", always=True),
     Row("heads of zeros", lambda r: _padding(r) or "-"),
@@ -196,15 +210,7 @@ ROWS = (
     Row("  blocks alone", lambda r: share(r.compute_only_ms_median, r)),
     Row("  transfers alone", lambda r: share(r.communication_only_ms_median, r)),
     Row("cores busy", busy_cores),
-    Row("attention", lambda r: share(r.attention_ms, r)),
-    Row("  of layers that see all", lambda r: share(r.full_attention_ms, r)),
-    Row("  waiting for transfers", lambda r: share(r.attention_exposed_ms, r)),
-    Row("matrix products and the rest", lambda r: share(r.dense_ms, r)),
-    Row("head and loss", lambda r: share(r.loss_ms, r)),
-    Row("gradients and parameters moved", lambda r: share(r.gradient_sync_ms, r)),
-    Row("sums over tensor-parallel GPUs", lambda r: share(r.tensor_sum_ms or None, r)),
-    Row("copies to the host and back", lambda r: share(r.offload_ms or None, r)),
-    Row("optimizer", lambda r: share(r.optimizer_ms, r)),
+    *PARTS,
     Row("loss, first and last step", lambda r: f"{r.losses[0]:.6g}, {r.losses[-1]:.6g}" if r.losses else "-"),
     Row("exposed communication", lambda r: share(r.exposed_comm_ms, r), always=True),
     Row("sent by each GPU", lambda r: amount(r.comm_bytes_per_gpu), always=True),

@@ -458,24 +458,24 @@ class TrainingStep:
     """The dtype of a layer's matrix products: compute (that of the activations) or float8."""
     full_layers: Annotated[int | None, Setting("layers that see all")] = None
     """The number of layers that see all, where others see only what the window or the chunks of the mask leave."""
-    attention_ms: float | None = None
+    attention_ms: Annotated[float | None, Result(row="attention")] = None
     """The attention of all layers, waits for its transfers included."""
-    full_attention_ms: float | None = None
+    full_attention_ms: Annotated[float | None, Result(row="  of layers that see all")] = None
     """The part of attention_ms that is of layers that see all, where others don't."""
-    attention_exposed_ms: float | None = None
+    attention_exposed_ms: Annotated[float | None, Result(row="  waiting for transfers")] = None
     """The part of attention_ms that waits for transfers."""
-    dense_ms: float | None = None
+    dense_ms: Annotated[float | None, Result(row="matrix products and the rest")] = None
     """Forward and backward without attention and loss: matrix products, norms, activations."""
-    loss_ms: float | None = None
+    loss_ms: Annotated[float | None, Result(row="head and loss")] = None
     """The head and the loss, with their gradients (losses.cross_entropy)."""
-    gradient_sync_ms: float | None = None
+    gradient_sync_ms: Annotated[float | None, Result(row="gradients and parameters moved")] = None
     """The summation of gradients over the ranks, and gathers of sharded parameters, as far as nothing hides them.
     Measured on GPUs: without what the layers' own collectives cost, which is in dense_ms."""
-    tensor_sum_ms: float | None = None
+    tensor_sum_ms: Annotated[float | None, Result(row="sums over tensor-parallel GPUs", if_any=True)] = None
     """Simulated: sums of activations over tensor-parallel GPUs, which nothing hides."""
-    offload_ms: float | None = None
+    offload_ms: Annotated[float | None, Result(row="copies to the host and back", if_any=True)] = None
     """Simulated: copies of activations to the host and back, as far as nothing hides them."""
-    optimizer_ms: float | None = None
+    optimizer_ms: Annotated[float | None, Result(row="optimizer")] = None
     """The time of the optimizer."""
     parameters_bytes: int | None = None
     """Bytes of the parameters."""

@@ -35,4 +35,8 @@ class Result:
     interval: str = ""
     """How its interval follows from the step's: direct or inverse (by proportion), of simulated (as direct, and a
     measured one has none); empty: none."""
+    row: str = ""
+    """Its row in a point's table, where it is shown with its share of the step; empty if it has none of this kind."""
+    if_any: bool = False
+    """Whether that row is left out where it is 0."""
     wandb: str = SUMMARY

@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
 from sp_bench.analysis.figure import Figure, Panels, colours, labelled, lattice, log2_ticks, new_figure, sources, styles
-from sp_bench.analysis.number import Number, ends, most, step_ms, tally, valued, written
+from sp_bench.analysis.number import Number, ends, step_ms, tally, valued, written
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Section, section, words
 from sp_bench.analysis.studies.honest import places
