@@ -51,7 +51,7 @@ class _Collective(ABC):
     """FSDP's interface of a collective: it allocates what is sent or received, and is called with it."""
 
     key: ClassVar[tuple[str, ...]]
-    """What its bytes are counted as."""
+    """The key that its bytes are counted under."""
 
     def __init__(self, collectives: Collectives, gathered: Callable[[], int], device: torch.device) -> None:
         """`gathered` tells the bytes of the parameters that are gathered at the moment."""

@@ -1,4 +1,4 @@
-"""Which rows of an attention's results are compared against fp64: all of them, or a sample that bounds the time."""
+"""The rows of an attention's results that are compared against fp64: all of them, or a sample that bounds the time."""
 
 from __future__ import annotations
 
