@@ -31,6 +31,11 @@ class _Together(NamedTuple):
     first: int
     last: int
 
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return self.last + 1 - self.first
+
 
 def solve_rows(graph: TaskGraph, width: int, solve: Solve) -> Timing:
     """The times of a graph's tasks, in rows of `width`, as `solve` finds them for all.
@@ -38,13 +43,10 @@ def solve_rows(graph: TaskGraph, width: int, solve: Solve) -> Timing:
     The tasks of a row have as many predecessors each, all in earlier rows.
     """
     alone = _Rows(graph, width)
-    found = alone.meeting()
-    if not found:
-        return alone.timing
-    together = sum(rows.last + 1 - rows.first for rows in found)
-    if together > MOST_TOGETHER * alone.rows or len(found) > MOST_SOLVED:
+    meeting = alone.meeting()
+    if meeting is None:
         return solve(graph)
-    return _Rows(graph, width).solved(found, solve) or solve(graph)
+    return (_Rows(graph, width).solved(meeting, solve) or solve(graph)) if meeting else alone.timing
 
 
 class _Rows:
@@ -59,19 +61,27 @@ class _Rows:
         self._left_s, self._before = np.zeros(links), list[tuple[np.ndarray | slice, np.ndarray] | None]()
         """When they leave, and of each row, which links its flows cross and when others had left these before it. The
         first of rows that meet has it for all of them."""
+        self._first_of = dict[int, int]()
+        """By the last of rows that meet, the first of them."""
         self._place = np.zeros(links, np.int64)
 
-    def meeting(self) -> list[_Together]:
-        """Work out all rows as if no flow slowed another down. Returns the rows whose flows meet then, in order."""
-        found: list[_Together] = []
+    def meeting(self) -> list[_Together] | None:
+        """Work out all rows as if no flow slowed another down. Returns the rows whose flows meet then, in order; None
+        as soon as they are too many to be solved apart from the others.
+        """
+        runs, together = list[_Together](), 0
         for row in range(self.rows):
             first = self._work_out(row)
             if first is None:
                 continue
-            while found and found[-1].last >= first:
-                first = min(first, found.pop().first)
-            found.append(_Together(first, row))
-        return found
+            while runs and runs[-1].last >= first:
+                last_run = runs.pop()
+                first, together = min(first, last_run.first), together - last_run.rows
+            runs.append(_Together(first, row))
+            together += runs[-1].rows
+            if together > MOST_TOGETHER * self.rows:
+                return None
+        return runs if len(runs) <= MOST_SOLVED else None
 
     def solved(self, expected: list[_Together], solve: Solve) -> Timing | None:
         """Work out all rows, and solve those together whose flows meet: the `expected` ones, and others that come out.
@@ -136,6 +146,7 @@ class _Rows:
         if meets.any():
             found, there_s = self._first_after(links[meets], joined_s[meets])
             self._before[found:] = [(slice(None), there_s), *[None] * (row - found)]
+            self._first_of[row] = found
         np.maximum.at(self._left_s, links, left_s)
         return found
 
@@ -144,11 +155,14 @@ class _Rows:
         flows before that row leave each link.
         """
         there_s = self._left_s.copy()
-        for row in reversed(range(len(self._before) - 1)):
+        row = len(self._before) - 2
+        while row >= 0:
+            row = self._first_of.get(row, row)
             if before := self._before[row]:
                 there_s[before[0]] = before[1]
                 if not np.any(joined_s < there_s[links] * (1 - SAME_INSTANT)):
                     return row, there_s
+            row -= 1
         raise AssertionError("no flow is there before the first")
 
     def _solve(self, rows: _Together, solve: Solve) -> None:
@@ -165,6 +179,7 @@ class _Rows:
             self._before[row] = None
         links, task, _ = self._crossed(tasks)
         self._before[rows.first] = links, self._left_s[links]
+        self._first_of[rows.last] = rows.first
         np.maximum.at(self._left_s, links, timing.finish_s[tasks][task])
 
     def _after(self, tasks: slice) -> tuple[TaskGraph, np.ndarray]:
