@@ -60,6 +60,7 @@ class AllGatherKV(Sized, CollectiveMethod):
     marker: ClassVar[str] = "P"
     citation: ClassVar[str] = "Llama Team 2024"
     gathers: ClassVar[bool] = True
+    by_blocks: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}
 

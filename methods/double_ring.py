@@ -54,6 +54,7 @@ class DoubleRing(Sized):
     colour: ClassVar[str] = "#cc78bc"
     marker: ClassVar[str] = "^"
     citation: ClassVar[str] = "Gu et al. 2024"
+    by_blocks: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}
 

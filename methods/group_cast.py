@@ -82,6 +82,7 @@ class GroupCastAttention(USP):
     colour: ClassVar[str] = "#1f4e5f"
     marker: ClassVar[str] = "$g$"
     citation: ClassVar[str] = "Tao and Huang 2025"
+    by_blocks: ClassVar[bool] = False
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "zigzag")
     for_packs: ClassVar[str] = "balanced"
     counts_rows: ClassVar[bool] = True

@@ -52,6 +52,7 @@ class PassQ(Method):
     colour: ClassVar[str] = "#fbafe4"
     marker: ClassVar[str] = "v"
     citation: ClassVar[str] = "Yang et al. 2024"
+    by_blocks: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*(n-1)", "backward": "(3 + o)*(n-1)"}
 

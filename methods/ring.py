@@ -51,6 +51,7 @@ class Ring(Method):
     colour: ClassVar[str] = "#0173b2"
     marker: ClassVar[str] = "o"
     citation: ClassVar[str] = "Liu et al. 2023"
+    by_blocks: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}
 

@@ -69,6 +69,7 @@ class StarTrail(Sized, CollectiveMethod):
     marker: ClassVar[str] = "*"
     citation: ClassVar[str] = "Liu et al. 2025"
     gathers: ClassVar[bool] = True
+    by_blocks: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {
         "forward": "(2 + 4*k)*(C-1) + 2*k*(n/C-C)",

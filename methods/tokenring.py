@@ -66,6 +66,7 @@ class TokenRing(Method):
     colour: ClassVar[str] = "#029e73"
     marker: ClassVar[str] = "X"
     citation: ClassVar[str] = "Wang et al. 2024"
+    by_blocks: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {
         "forward": "2*s*(n-nodes) + 2*k*(nodes-1)",

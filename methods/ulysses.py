@@ -60,6 +60,7 @@ class Ulysses(SplitsHeads, CollectiveMethod):
     colour: ClassVar[str] = "#de8f05"
     marker: ClassVar[str] = "<"
     citation: ClassVar[str] = "Jacobs et al. 2023"
+    by_blocks: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("contiguous",)
     formula: ClassVar[Mapping[str, str]] = {
         "forward": "(2 + 2*max(k, n/h))*(n-1)/n",

@@ -21,7 +21,7 @@ that nothing has an interval.
 Keys are those of `python -m sp_bench` (cluster, gpus, seqlen, batch, heads, kv_heads, head_dim, mask, dtype, phase, and
 model, of which one attention is taken), and memory=60GB (what one attention may need on a GPU, in GB or GiB),
 plots=FILE.svg (time, memory, volume against the bound), changes=false (don't ask what would change the answer),
-every_method=true (on more than 64 GPUs, simulate also those that can't be fast, as their links show),
+every_method=true (on more than 64 GPUs, simulate also those that can't be fast, as their links or blocks show),
 method.pad_heads=true (ranks may split heads that their number doesn't divide, with heads of zeros).
 --all prints every column. A step in bold is the fastest, or can't be told from it.
 Exit codes: 0 ok, 2 a request that can't be served.
@@ -257,7 +257,7 @@ def reasons(found: Answer) -> list[str]:
     lines = ["", "Not possible:", *lines] if lines else []
     if found.hopeless:
         names = ", ".join(f"{name} {_ms(least_ms)} ms" for name, least_ms in found.hopeless.items())
-        lines += ["", f"Not simulated, as links alone take them at least (every_method=true does): {names}."]
+        lines += ["", f"Not simulated, as they take at least so long (every_method=true does): {names}."]
     return lines
 
 

@@ -15,9 +15,10 @@ from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
 from sp_bench.point import Request, resolve
-from sp_bench.point.choose import least_s
+from sp_bench.point.choose import TooSlowError
 from sp_bench.point.collection import uncollected
 from sp_bench.point.given import Given
+from sp_bench.point.method_bounds import least_computed_s, least_s
 from sp_bench.point.simulated import simulate_point
 from sp_bench.records import Record
 from sp_bench.records.interval import Interval, interval
@@ -112,8 +113,8 @@ def answer(
 ) -> Answer:
     """Simulate the methods for a question. Methods whose attention needs more than `memory_bytes` a GPU are refused.
 
-    On more than ALL_SIMULATED GPUs, those whose links alone take HOPELESS times as long as the fastest, and as the
-    fastest of those with an interval if there are any, are not simulated, unless `every` method is wanted.
+    On more than ALL_SIMULATED GPUs, those that take at least HOPELESS times as long as the fastest, and as the fastest
+    of those with an interval if there are any, are not simulated, unless `every` method is wanted.
     `mapped` is map, or that of `workers`, which simulates several methods at a time.
     Raises RequestError for a question that no method can serve, and for unknown keys.
     """
@@ -124,11 +125,11 @@ def answer(
     return answered
 
 
-def _found(question: Question, every: bool, answered: Callable[[list[Question]], list[Answer]], mapped: Map) -> Answer:
+def _found(question: Question, every: bool, answered: Callable[..., list[Answer]], mapped: Map) -> Answer:
     """The answer of the methods that are worth simulating."""
 
-    def of(names: Sequence[str]) -> Answer:
-        (found,) = answered([question._replace(methods=names)])
+    def of(names: Sequence[str], limit_ms: float = math.inf) -> Answer:
+        (found,) = answered([question._replace(methods=names)], limit_ms=limit_ms)
         return found
 
     least_ms = {} if every else _least_ms(question, mapped)
@@ -141,19 +142,21 @@ def _found(question: Question, every: bool, answered: Callable[[list[Question]],
     found.hopeless = {name: least_ms[name] for name in others if least_ms.get(name, 0.0) > limit_ms}
     # Slow methods have most to simulate: they go first, so that no process waits for the last of them.
     if hopeful := [name for name in reversed(others) if name not in found.hopeless]:
-        rest = of(hopeful)
+        rest = of(hopeful, limit_ms)
         found.refused |= rest.refused
+        found.hopeless |= rest.hopeless
         found.feasible = sorted([*found.feasible, *rest.feasible], key=_step_ms)
     return found
 
 
 def _least_ms(question: Question, mapped: Map) -> dict[str, float]:
-    """A lower bound on the step of each method that can serve it, in ms; empty where that is not worth its time."""
+    """A first lower bound on the step of each method that can serve it, in ms; empty where it isn't worth its time."""
     with Composer() as composer:
         names = [name for name in of_workload(composer, question.overrides) if name in question.methods]
-        configs = [composed(composer, question.overrides, name) for name in names]
-    if not configs or decodes(configs[0]) or Given.of(configs[0]).values.gpus <= ALL_SIMULATED:
-        return {}
+        first = composed(composer, question.overrides, names[0]) if names else None
+        if first is None or decodes(first) or Given.of(first).values.gpus <= ALL_SIMULATED:
+            return {}
+        configs = [first, *(composed(composer, question.overrides, name) for name in names[1:])]
     bounds = zip(names, mapped(_least, configs), strict=True)
     return {name: least_ms for name, least_ms in bounds if least_ms is not None}
 
@@ -164,8 +167,10 @@ def answers(
     memory_bytes: float | None = None,
     mapped: Map = map,
     done: Show = unseen,
+    limit_ms: float = math.inf,
 ) -> list[Answer]:
-    """The answer to each question, as of `answer`, but that nothing may be feasible.
+    """The answer to each question, as of `answer`, but that nothing may be feasible. Methods that take longer than
+    `limit_ms` by a lower bound are `hopeless`, and not simulated.
 
     Configs are composed while methods are simulated. Raises RequestError for unknown keys.
     """
@@ -181,16 +186,18 @@ def answers(
                 yield configs[-1]
 
         by_question: dict[int, Answer] = {}
-        for number, (tried, (i, name)) in enumerate(zip(mapped(_tried, each_composed()), asked, strict=True)):
+        tried_below = partial(_tried, limit_ms=limit_ms)
+        for number, (tried, (i, name)) in enumerate(zip(mapped(tried_below, each_composed()), asked, strict=True)):
             answer = by_question.setdefault(i, Answer(configs[number]))
             if isinstance(tried, RequestError):
                 answer.refused[name] = str(tried)
+            elif isinstance(tried, float):
+                answer.hopeless[name] = tried
             else:
                 answer.feasible.append(tried)
                 answer.refused |= _too_large(tried, memory_bytes)
-            done(
-                Done(name, number + 1, len(asked), None if name in answer.refused else answer.feasible[-1].time.step_ms)
-            )
+            step_ms = tried.time.step_ms if isinstance(tried, Feasible) and name not in answer.refused else None
+            done(Done(name, number + 1, len(asked), step_ms))
     for answer in by_question.values():
         answer.feasible = [each for each in answer.feasible if each.method.name not in answer.refused]
         answer.feasible.sort(key=_step_ms)
@@ -227,18 +234,25 @@ def _request(config: Mapping[str, Any]) -> Request:
 
 @uncollected()
 def _least(config: Mapping[str, Any]) -> float | None:
-    """The least milliseconds that a method's links take; None if it can't run."""
+    """The least milliseconds that a method's blocks take or, if these depend on its plans, its links; None if it can't
+    run.
+    """
     try:
-        return 1e3 * least_s(_request(config))
+        request = _request(config)
+        return 1e3 * (least_computed_s(request) or least_s(request))
     except RequestError:
         return None
 
 
 @uncollected()
-def _tried(config: Mapping[str, Any]) -> Feasible | RequestError:
-    """A method's attention of one layer simulated at its fastest degrees, or why it can't run."""
+def _tried(config: Mapping[str, Any], limit_ms: float = math.inf) -> Feasible | RequestError | float:
+    """A method's attention of one layer simulated at its fastest degrees, or why it can't run; the least milliseconds
+    that it takes, if they are above a limit.
+    """
     try:
-        record, choice = simulate_point(_request(config))
+        record, choice = simulate_point(_request(config), limit_ms / 1e3)
+    except TooSlowError as error:
+        return 1e3 * error.least_s
     except RequestError as error:
         return error
     return Feasible(choice.method, record)

@@ -147,37 +147,60 @@ class Casts:
         keys_of = dict[Gathering, Keys]()
         seen, blocks = list[Gathering](), list[tuple[Runs, list[Runs]]]()
         for each in wanted:
-            queries, members, _ = each
-            if not any(self.counts_for(each.relays_for(member))[queries, member] for member in members):
+            if not self._counts_of(each).any():
                 # As of most where documents are short.
-                keys_of[each] = Keys(np.zeros(0, np.int64), (0,) * len(members), ())
+                keys_of[each] = Keys(np.zeros(0, np.int64), (0,) * len(each.members), ())
                 continue
-            lying = [self._lying(each, member) for member in members]
-            start, tokens = (np.concatenate(sides) for sides in zip(*lying, strict=True))
+            start, tokens, counts = self._lying(each)
             lie = np.cumsum(tokens) - tokens
             by_position = np.argsort(start)
             start, tokens, lie = start[by_position], tokens[by_position], lie[by_position]
-            counts = tuple(int(tokens.sum()) for _, tokens in lying)
-            keys_of[each] = Keys(_runs(lie, tokens), counts, ())
+            keys_of[each] = Keys(_runs(lie, tokens), tuple(counts), ())
             seen.append(each)
-            blocks.append((self._queries[queries], [Runs(start, start + tokens)]))
+            blocks.append((self._queries[each.queries], [Runs(start, start + tokens)]))
         if blocks:
             for each, regions in zip(seen, regions_of_runs(self.pack, blocks), strict=True):
                 keys_of[each] = keys_of[each]._replace(regions=regions)
         return keys_of
 
-    def _lying(self, of: Gathering, keys: int) -> tuple[np.ndarray, np.ndarray]:
-        """The runs of positions that a block has of a key chunk, all of it if it is its own: (start, tokens)."""
-        all_of_it, relays = of.members == (of.queries,), of.relays_for(keys)
+    def _counts_of(self, of: Gathering) -> np.ndarray:
+        """How many rows a block's queries, or the neighbours that it relays for, see of each member: (members,)."""
+        members = np.array(of.members)
+        found = self.counts[of.queries, members]
+        if of.relays > 1:
+            relayed = np.array([of.relays_for(member) > 1 for member in of.members])
+            found = np.where(relayed, self.counts_for(of.relays)[of.queries, members], found)
+        return found
+
+    def _lying(self, of: Gathering) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """The runs of positions that a block has of its key chunks, all of one if it is its own, and how many positions
+        of each chunk: (start, tokens, counts).
+        """
+        all_of_it, relays = of.members == (of.queries,), [of.relays_for(member) for member in of.members]
         if self.whole:
-            _, start, stop = _in_runs([self._of_keys[keys]])
-            tokens = stop - start
+            members = list(of.members)
+            start, tokens = self._neighbours[0][members], self._neighbours[1][members]
             if not all_of_it:
-                count = self.counts_for(relays)[of.queries, keys]
-                tokens = np.clip(count - np.cumsum(tokens) + tokens, 0, tokens)
-            return start[tokens > 0], tokens[tokens > 0]
-        indices = self._of_owner[keys] if all_of_it else self._segments_of(of.queries, keys, relays)
-        return self._segments.start[indices], self._segments.tokens[indices]
+                seen = self._counts_of(of)[:, None]
+                tokens = np.clip(seen - np.cumsum(tokens, axis=1) + tokens, 0, tokens)
+            return start[tokens > 0], tokens[tokens > 0], tokens.sum(axis=1).tolist()
+        each = [
+            self._of_owner[keys] if all_of_it else self._segments_of(of.queries, keys, relay)
+            for keys, relay in zip(of.members, relays, strict=True)
+        ]
+        indices = np.concatenate(each)
+        counts = [int(self._segments.tokens[part].sum()) for part in each]
+        return self._segments.start[indices], self._segments.tokens[indices], counts
+
+    @cached_property
+    def _neighbours(self) -> tuple[np.ndarray, np.ndarray]:
+        """The runs of neighbouring keys of every chunk, filled up with empty ones: (start, tokens), (chunks, runs)."""
+        chunk, start, stop = _in_runs(self._of_keys)
+        counts = np.bincount(chunk, minlength=self.chunks)
+        place = chunk, np.arange(chunk.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        found = np.zeros((2, self.chunks, int(counts.max())), np.int64)
+        found[0][place], found[1][place] = start, stop - start
+        return found[0], found[1]
 
     def works(
         self, queries: np.ndarray, members: np.ndarray, relays: int = 1, *, forward: bool

@@ -53,6 +53,9 @@ class Method(ABC):
     in n, h = heads, k = kv_heads / heads and the method's `symbols`."""
     counts_rows: ClassVar[bool] = False
     """Whether the closed form holds under packs of documents, too."""
+    by_blocks: ClassVar[bool] = False
+    """Whether every pair of chunks is a block of its own, unless `fuse` joins some: ranks then compute at least what
+    these blocks take, whatever the plan is."""
     plans_by_rows: ClassVar[bool] = False
     """Whether its plans depend on which rows the chunks of a pack see of each other, and not on sizes alone."""
     takes_caches: ClassVar[bool] = False

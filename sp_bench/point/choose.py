@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from sp_bench.plan.ops import Fused, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.point.collection import uncollected
 from sp_bench.point.request import Request
-from sp_bench.point.variant_bounds import by_bound, sent_s
+from sp_bench.point.variant_bounds import by_bound
 from sp_bench.simulate import Run, exactly, simulate
 
 FUSED = "fused"
@@ -79,8 +80,16 @@ class Choice:
         return sum(run.makespan_s for run in self.runs.values())
 
 
+class TooSlowError(Exception):
+    """Every variant takes longer than a limit: the lowest of their bounds is `least_s`."""
+
+    def __init__(self, least_s: float) -> None:
+        super().__init__(f"all variants take at least {least_s * 1e3:.4g} ms")
+        self.least_s = least_s
+
+
 @uncollected()
-def choose(request: Request) -> Choice:
+def choose(request: Request, most_s: float = math.inf) -> Choice:
     """The variant with the shortest simulated time over the request's phases.
 
     Variants are simulated in order of a lower bound on their time (simulate.bounds). Those whose bound is above the
@@ -89,10 +98,11 @@ def choose(request: Request) -> Choice:
     (simulate.simulate). Of variants that take as long it is the one that the method names first, the simpler one. The
     one chosen is simulated again without all that. With `every_variant`, bounds rule out none.
 
-    Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate.
+    Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate, TooSlowError
+    if the bounds of all are above `most_s`.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
-    return _fastest(request, variants(request, [request.method])).choice
+    return _fastest(request, variants(request, [request.method]), most_s).choice
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,7 @@ class _Alike:
         return known.choice
 
 
-def _fastest(request: Request, planned: Sequence[Choice]) -> _Fastest:
+def _fastest(request: Request, planned: Sequence[Choice], most_s: float = math.inf) -> _Fastest:
     """The one of these variants that `choose` chooses. Raises as it does."""
     # A single variant needn't be chosen.
     asked = request if len(planned) == 1 else replace(request, cluster=request.cluster.even)
@@ -131,7 +141,9 @@ def _fastest(request: Request, planned: Sequence[Choice]) -> _Fastest:
     rows: dict[int, dict[str, Any]] = {}
     refused: RequestError | None = None
     bounded = [(one.problem, one.plans) for one in planned]
-    for bound_s, i in by_bound(asked.cluster, bounded, timed, estimates=not request.every_variant):
+    for bound_s, i in by_bound(asked.cluster, bounded, timed, estimates=not request.every_variant, most_s=most_s):
+        if bound_s > most_s and not rows:
+            raise TooSlowError(bound_s)
         choice = planned[i]
         a, b = choice.method.tile_shape(request.problem.n) or (None, None)
         rows[i] = {"variant": choice.variant, "tile_a": a, "tile_b": b, "layout": choice.problem.layout.name}
@@ -167,14 +179,15 @@ def _fastest(request: Request, planned: Sequence[Choice]) -> _Fastest:
 
 
 @uncollected()
-def choose_attentions(request: Request) -> Choice:
+def choose_attentions(request: Request, most_s: float = math.inf) -> Choice:
     """`choose` of each attention of the request's step, of what fits the device beside what is held for others. The
     last one's choice has the others. Raises as choose does.
 
     Attentions of the same tokens (Workload.in_one_layout) have the layout in which all that a step executes of them
     takes least; each has its own variant there.
     """
-    return chosen_of([_beside_others(request, each) for each in request.workload.attentions(request.problem)])
+    asked = [_beside_others(request, each) for each in request.workload.attentions(request.problem)]
+    return choose(asked[0], most_s) if most_s < math.inf and len(asked) == 1 else chosen_of(asked)
 
 
 def _beside_others(request: Request, attention: Problem) -> Request:
@@ -239,15 +252,19 @@ def variants(request: Request, methods: Sequence[Method], layouts: Sequence[Layo
     They are in those of the `layouts`, or in every one that the request's method may have.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
+    return _working(request.method, [_plan(*each, request) for each in unplanned(request, methods, layouts)])
+
+
+def unplanned(
+    request: Request, methods: Sequence[Method], layouts: Sequence[Layout] | None = None
+) -> Iterator[tuple[Method, Problem]]:
+    """The variants of methods as `variants` has them, and the problem in the layout of each."""
+    assert isinstance(request.method, Method), "a peer has no plans to choose among"
     layouts = _layouts(request.method, [request.problem]) if layouts is None else layouts
-    planned = [
-        _plan(method, problem, request)
-        for problem in (replace(request.problem, layout=layout) for layout in layouts)
-        for method in dict.fromkeys(
-            each for one in methods for form in one.carried(problem) for each in form.candidates(problem)
-        )
-    ]
-    return _working(request.method, planned)
+    for problem in (replace(request.problem, layout=layout) for layout in layouts):
+        forms = (form for one in methods for form in one.carried(problem))
+        for method in dict.fromkeys(each for form in forms for each in form.candidates(problem)):
+            yield method, problem
 
 
 def _first_simulated(choices: Sequence[Choice], cluster: Cluster) -> Choice:
@@ -355,14 +372,3 @@ def costs_for(request: Request, problem: Problem) -> CostProfile:
     """The machine's costs of blocks with as many heads as the assigned problem leaves a rank, and all slices."""
     layout = replace(request.problem.layout, head_parallel=problem.layout.head_parallel)
     return request.cluster.profile(replace(request.problem, layout=layout, padded=problem.padded))
-
-
-def least_s(request: Request) -> float:
-    """A lower bound in seconds on the step of a request's fastest variant, by what links carry: nothing is simulated.
-
-    Raises RequestError if the method can't serve it.
-    """
-    assert isinstance(request.method, Method), "a peer has no plans to choose among"
-    asked = replace(request, cluster=request.cluster.even)
-    planned = variants(asked, [request.method])
-    return min(sum(sent_s(plan, one.problem, asked.cluster) for plan in one.plans.values()) for one in planned)

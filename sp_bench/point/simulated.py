@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -75,12 +76,12 @@ def no_longest() -> RequestError:
     return RequestError("seqlen=max", rule, "workload=train model=llama3_8b mode=simulate would work")
 
 
-def simulate_point(request: Request) -> tuple[Record, Choice]:
-    """The record of a simulated point, and the simulation of its plans.
+def simulate_point(request: Request, most_s: float = math.inf) -> tuple[Record, Choice]:
+    """The record of a simulated point, and the simulation of its plans. Raises TooSlowError as choose does.
 
     The chosen plans are proven before their time is recorded. It is one value, so the record has no spread.
     """
-    choice = choose_attentions(request)
+    choice = choose_attentions(request, most_s)
     for each in choice.attentions:
         check_all(each.plans, each.problem)
     plans, executed = counted(request, choice), _executed(request, choice)

@@ -10,7 +10,9 @@ import numpy as np
 
 from sp_bench import account
 from sp_bench.cluster import Cluster
+from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Plan
+from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.simulate import least_s
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
@@ -28,26 +30,46 @@ def by_bound(
     timed: Sequence[tuple[float, int]],
     *,
     estimates: bool,
+    most_s: float = math.inf,
 ) -> Iterator[tuple[float, int]]:
     """Lower bounds in seconds on the time of variants, each the plans of its phases, with their indices, the lowest
     first.
 
-    What ranks compute is part of a bound only where the rest of it is below all times that are known by then, `timed`;
-    and so is, of many ranks, what simulating one of each kind says (simulate.least_s), if `estimates` are wanted.
+    What ranks compute is part of a bound only where the rest of it is below `most_s` and all times that are known by
+    then, `timed`; and so is, of many ranks, what simulating one of each kind says (simulate.least_s), if `estimates`
+    are wanted.
     """
     by_phase = [{phase: sent_s(plan, problem, cluster) for phase, plan in plans.items()} for problem, plans in variants]
     waiting = [(sum(bounds_s.values()), i) for i, bounds_s in enumerate(by_phase)]
     heapify(waiting)
-    left = [_refinements(problem.n, estimates) if len(variants) > 1 else [] for problem, _ in variants]
+    refined = len(variants) > 1 or most_s < math.inf
+    left = [_refinements(problem.n, estimates) if refined else [] for problem, _ in variants]
     while waiting:
         bound_s, i = heappop(waiting)
-        if not left[i] or bound_s >= min(timed, default=(math.inf,))[0]:
+        if not left[i] or bound_s > most_s or bound_s >= min(timed, default=(math.inf,))[0]:
             yield bound_s, i
             continue
         refined_s, (problem, plans) = left[i].pop(0), variants[i]
         for phase, known_s in by_phase[i].items():
             by_phase[i][phase] = max(known_s, refined_s(plans[phase], problem, cluster))
         heappush(waiting, (sum(by_phase[i].values()), i))
+
+
+def blocks_s(method: Method, problem: Problem, phase: str, cluster: Cluster) -> float:
+    """A lower bound on the time of a phase by the kernel calls of its blocks alone, for the assigned problem: nothing
+    is planned. 0.0 where what a block takes depends on the plan.
+
+    Where every pair of chunks is a block of its own, the busiest rank computes at least the mean of all ranks.
+    """
+    blocks, device = problem.blocks, cluster.device
+    of_plan = problem.decodes or isinstance(blocks, PackBlocks) or device.implementation.repeats_keys
+    if not method.by_blocks or method.fuse or of_plan or cluster.stragglers.jitter:
+        return 0.0
+    chunks = np.arange(0, problem.n, problem.layout.head_parallel)
+    counts = sum(np.bincount(blocks.of(chunk, chunks), minlength=blocks.classes) for chunk in chunks)
+    # The ranks that split a chunk's heads compute it in all of its slices.
+    mean_s = problem.head_slices * float(counts @ device.block_s(problem, phase)) / chunks.size
+    return cluster.least_compute_s(np.full(problem.n, mean_s))
 
 
 def _refinements(n: int, estimates: bool) -> list:

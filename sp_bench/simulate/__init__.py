@@ -19,9 +19,10 @@ from sp_bench.plan.ops import BLOCKS, AllGather, Pass, Plan, ReduceScatter, Tran
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
-from sp_bench.simulate.flows import Solver, TaskGraph, Timing, is_compiled, solve
+from sp_bench.simulate.flows import TaskGraph, Timing, is_compiled, solve
 from sp_bench.simulate.graph import PlanGraph, build_as_alike, build_graph
 from sp_bench.simulate.slowdown import slowed_by_transfers
+from sp_bench.simulate.uncontended import solve_rows
 
 __all__ = ["WAITING", "Run", "Span", "exactly", "least_s", "simulate"]
 
@@ -210,18 +211,22 @@ def exactly(run: Run, problem: Problem, cluster: Cluster) -> Run:
 
 
 def _run(plan: Plan, graph: PlanGraph, cluster: Cluster, *, exact: bool) -> Run:
-    solver = "python" if graph.tasks.delay_s.size < FEW_TASKS and not is_compiled() else "auto"
-    timing, tasks = settle(graph, cluster.device.transfer_slowdown, solver)
+    timing, tasks = settle(graph, cluster.device.transfer_slowdown)
     return Run(plan, graph, timing.start_s, timing.finish_s, graph.busy_s(timing), graph.work_s(tasks), exact)
 
 
-def settle(graph: PlanGraph, slowdown: float, solver: Solver = "auto") -> tuple[Timing, TaskGraph]:
+def settle(graph: PlanGraph, slowdown: float) -> tuple[Timing, TaskGraph]:
     """When the tasks of a graph run, and the tasks with the delays that transfers leave them, if these slow blocks."""
-    tasks, least_s = graph.tasks, float(graph.work_s(graph.tasks).max())
-    timing = solve(tasks, solver, least_s=least_s)
+    tasks, least_s, width = graph.tasks, float(graph.work_s(graph.tasks).max()), graph.quotient.ranks.size
+
+    def by_events(some: TaskGraph) -> Timing:
+        few = some.delay_s.size < FEW_TASKS and not is_compiled()
+        return solve(some, "python" if few else "auto", least_s=least_s)
+
+    timing = solve_rows(tasks, width, by_events)
     for _ in range(SLOWDOWN_ROUNDS if slowdown else 0):
         tasks = slowed_by_transfers(graph, timing, slowdown)
-        timing, before = solve(tasks, solver, least_s=least_s), timing
+        timing, before = solve_rows(tasks, width, by_events), timing
         if abs(timing.makespan_s - before.makespan_s) <= SLOWDOWN_SETTLED * before.makespan_s:
             break
     return timing, tasks

@@ -1,0 +1,80 @@
+"""Lower bounds by which methods and variants are ruled out: proven, and what they save."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sp_bench.errors import RequestError
+from sp_bench.methods import REGISTRY
+from sp_bench.plan.method import Method
+from sp_bench.plan.ops import Attend, AttendBackward, Block
+from sp_bench.point import choose as choosing
+from sp_bench.point.choose import TooSlowError, choose, variants
+from sp_bench.point.method_bounds import least_computed_s, least_s
+from sp_bench.point.variant_bounds import blocks_s
+from sp_bench.simulate import simulate
+from tests.support.points import point
+
+BY_BLOCKS = sorted(name for name, method in REGISTRY.items() if method.by_blocks)
+ASKED = ("gpus=8", "seqlen=16k", "mode=simulate")
+
+
+@pytest.mark.parametrize("name", BY_BLOCKS)
+def test_every_pair_of_chunks_is_a_block_of_its_own(name: str) -> None:
+    """Where a method says so; and ranks then compute at least what these blocks take, in every variant."""
+    request = point(f"method={name}", *ASKED)
+    assert isinstance(request.method, Method)
+    for variant in variants(request, [request.method]):
+        for phase, plan in variant.plans.items():
+            blocks = [op for op in plan.ops if isinstance(op, Block)]
+            assert blocks and all(isinstance(op, Attend | AttendBackward) for op in blocks)
+            bound_s = blocks_s(variant.method, variant.problem, phase, request.cluster)
+            run = simulate(plan, variant.problem, request.cluster)
+            assert 0 < bound_s <= request.cluster.least_compute_s(run.work_s) * (1 + 1e-9)
+
+
+def test_methods_whose_blocks_depend_on_their_plans_have_no_such_bound() -> None:
+    assert not {"group_cast", "hybrid_cp"} & {*BY_BLOCKS}
+    request = point("method=mesh", "method.fuse=true", *ASKED)
+    assert isinstance(request.method, Method)
+    (first, *_) = variants(request, [request.method])
+    assert blocks_s(first.method, first.problem, "forward", request.cluster) == 0.0
+    assert blocks_s(replace(first.method, fuse=False), first.problem, "forward", request.cluster) > 0.0
+
+
+@pytest.mark.parametrize("keys", [("kv_heads=8",), ("mask=full",), ("stragglers.jitter=0.1",)])
+def test_bounds_are_below_the_step(keys: tuple[str, ...]) -> None:
+    for name in ("zigzag", "usp", "tasp", "all_gather", "group_cast"):
+        request = point(f"method={name}", *ASKED, *keys)
+        step_s = choose(request).total_s
+        assert least_computed_s(request) <= least_s(request) * (1 + 1e-9)
+        assert least_s(request) <= step_s * (1 + 1e-9)
+
+
+def test_what_blocks_take_is_known_before_anything_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(*_: object) -> None:
+        raise AssertionError("a plan was made")
+
+    monkeypatch.setattr(Method, "plan", planned)
+    assert least_computed_s(point("method=tasp", "gpus=512", "seqlen=1M", "mode=simulate")) > 0
+
+
+def test_nothing_is_simulated_that_takes_longer_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = point("method=mesh", *ASKED)
+    step_s = choose(request).total_s
+    assert choose(request, 1.01 * step_s).total_s == step_s
+
+    def simulated(*_: object, **__: object) -> None:
+        raise AssertionError("a variant was simulated")
+
+    monkeypatch.setattr(choosing, "simulate", simulated)
+    with pytest.raises(TooSlowError) as raised:
+        choose(request, 0.2 * step_s)
+    assert 0.2 * step_s < raised.value.least_s <= step_s
+
+
+def test_a_limit_hides_no_refusal() -> None:
+    with pytest.raises(RequestError):
+        choose(point("method=ring", *ASKED, "cluster.device.memory_bytes=1e7"), 1e9)
