@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sp_bench.errors import RequestError
 from sp_bench.kernels import KERNELS, BlockKernel, choose, choose_for_caches
+from sp_bench.kernels.contract import PagedKernel
 from sp_bench.kernels.entries import Entries, merged
 from sp_bench.methods import build
 from sp_bench.plan.caches import Caches
@@ -74,6 +75,7 @@ def test_pages_are_read_as_they_lie(name: str, dtype: torch.dtype) -> None:
         assert "float16 and bfloat16" in KERNELS[name].refuses_caches("cuda", str(dtype).removeprefix("torch."), 64, 64)
         return
     with kernel_of(name) as kernel:
+        assert isinstance(kernel, PagedKernel)
         for page in (1, 3, 16, 64, 100, 256, 512):
             if not kernel.takes_pages(page):
                 continue
@@ -141,6 +143,7 @@ def test_a_step_on_one_rank(name: str, page: int | None) -> None:
 def test_latent_pages_are_read_with_values_that_are_their_first_elements(name: str) -> None:
     """Twice, as at two steps, and keys that lie one behind the other."""
     with kernel_of(name) as kernel:
+        assert isinstance(kernel, PagedKernel)
         assert not kernel.pads(576, 512)
         for page in (1, 16, 64, 256):
             if not kernel.takes_pages(page):
@@ -213,6 +216,7 @@ def test_long_caches_are_cut_unless_all_is_deterministic(name: str) -> None:
     q = torch.randn(2, 4, 2, 64).bfloat16()
     package = "flash_attn_interface" if name == "flash_attn_3" else "flash_attn.flash_attn_interface"
     with kernel_of(name) as kernel:
+        assert isinstance(kernel, PagedKernel)
         kernel.forward_pages(q, k, v, entries)
         assert sys.modules[package].splits == 0
         torch.use_deterministic_algorithms(True)
