@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sp_bench import records
-from tests.support.killed import MARK, Trial, marked, run, undisturbed_s
+from sp_bench.analysis.studies.killed_processes import MARK, Trial, marked, run, undisturbed_s
 from tests.support.marks import exhaustive
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def lasts_s() -> float:
     ("victim", "moment"), [exhaustive(*kill) for kill in ((0, 0.02), (3, 0.3), (1, 0.6), (None, 0.4))]
 )
 def test_kills_at_several_moments(victim: int | None, moment: float, lasts_s: float) -> None:
-    """A rank is named, nothing is left, the next run is ok."""
+    """As `study=killed_processes` does it more often: a rank is named, nothing is left, the next run is ok."""
     trial = Trial(method="mesh", n=4, victim=victim, moment=moment)
     ended = run(trial, lasts_s)
     assert ended.fault(trial) is None, ended

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import gpu_executor
 from sp_bench import machine, records
 from sp_bench.__main__ import main
 from sp_bench.cli.columns import make_console
@@ -25,6 +26,7 @@ from sp_bench.machine import CPUS, Devices
 from sp_bench.measure import devices
 from sp_bench.measure.devices import device_here, group_backend, local_rank, set_up_device
 from sp_bench.measure.pool import RankError, RankPool
+from sp_bench.measure.result import RankResult
 from sp_bench.point import Outcome, Request, mode, resolve, run_points
 from sp_bench.point.mode import nccl_settings
 from tests.support.typed import Known
@@ -300,3 +302,40 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(mode, "gpus_here", lambda: 0)
     assert main(["gpus=64", "mode=alone", "logger=none"]) == 2
     assert "mode=alone: this machine has 0 GPUs; device=cpu would work" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_the_gpu_s_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It refuses without a GPU; that it can do what it is for, ranks on CPUs show."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_executor.main([]) == 2
+    assert "torch finds no GPU here" in capsys.readouterr().err
+    for name, value in {"HEADS": 4, "HEAD_DIM": 16, "DTYPE": "bfloat16", "ITERS": 1, "WARMUP": 0}.items():
+        monkeypatch.setattr(gpu_executor, name, value)
+    monkeypatch.setattr(gpu_executor, "METHODS", gpu_executor.METHODS[:4])
+    monkeypatch.setattr(gpu_executor, "Devices", lambda **_: CPUS)
+    monkeypatch.setattr(gpu_executor, "SHARED_BY", (2,))
+    monkeypatch.setattr(gpu_executor, "ALONE_OF", ((16, "1k"),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
+    monkeypatch.setattr(gpu_executor, "choose", lambda *_: None)
+    assert gpu_executor.main(["kernel=aten_cpu"]) == 0
+    _, exact, alone = capsys.readouterr().out.split("\n\n", 2)
+    assert len(exact.splitlines()) == 2 + 8 and exact.count("| 2 | float32 | aten_cpu |") == 4
+    assert len(alone.split("\n\n")[0].splitlines()) == 2 + 4 == 2 + alone.count("| 16 | 64 |")
+
+
+@pytest.mark.long
+def test_what_fails_on_the_gpu_is_said_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"HEADS": 4, "HEAD_DIM": 16, "DTYPE": "float32", "ITERS": 1, "WARMUP": 0}.items():
+        monkeypatch.setattr(gpu_executor, name, value)
+    kernels = ("aten_cpu", "cudnn", "reference")
+    specs = [gpu_executor.spec("ring", {}, 2, 128, kernel=kernel, alone=None) for kernel in kernels]
+    first, failed, last = gpu_executor.measured(2, CPUS, specs, 1, 0)
+    assert isinstance(first, RankResult) and isinstance(last, RankResult) and not first.wrong("float32")
+    assert isinstance(failed, str) and "kernel=cudnn: it runs on cuda only, not on cpu" in failed
+    monkeypatch.setattr(gpu_executor, "Devices", lambda **_: CPUS)
+    monkeypatch.setattr(gpu_executor, "METHODS", gpu_executor.METHODS[:1])
+    assert all(isinstance(found, dict) for found in gpu_executor.exactness(2, "aten_cpu"))
+    monkeypatch.setattr(RankResult, "wrong", lambda self, dtype: f"wrong in {dtype}")
+    assert [*gpu_executor.alone(4, "256", "aten_cpu")] == ["ring, rank 0 of 4: wrong in float32"]

@@ -1,8 +1,9 @@
-"""A command whose ranks or parent are killed at some moment, and what it leaves behind."""
+"""Processes killed at random moments. trials=30, parents=4 and seed=0 say how many are killed, and which."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,12 +12,16 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from sp_bench import records
+from sp_bench.analysis.runs import Runs
+from sp_bench.methods import REGISTRY
 from sp_bench.resources import ROOT
 
+OPTIONS = {"trials": "30", "parents": "4", "seed": "0"}
 MARK = "SP_BENCH_TRIAL"
 TIMEOUT_S = 10.0
 """The command's timeout for silent ranks."""
@@ -187,3 +192,73 @@ def _said(folder: Path) -> str:
     if not in_folder:
         return "no record"
     return "; ".join(f"{record.status}: {record.error}" if record.error else record.status for record in in_folder)
+
+
+def trials(seed: int, parent: bool = False) -> Iterator[Trial]:
+    """Endless trials, over all methods in turn."""
+    draw = random.Random(f"{seed} {parent}")
+    while True:
+        for method in draw.sample(sorted(REGISTRY), len(REGISTRY)):
+            n = 1 if method == "reference" else 4
+            victim = None if parent else draw.randrange(n)
+            yield Trial(method=method, n=n, victim=victim, moment=draw.random())
+
+
+def row(trial: Trial, ended: Ended, lasts_s: float) -> dict[str, object]:
+    """The row of a trial."""
+    return {
+        "method": trial.method,
+        "killed": "the parent" if trial.victim is None else f"rank {trial.victim} of {trial.n}",
+        "after": f"{ended.delay_s:.2f} s of {lasts_s:.2f}",
+        "the record says": ended.said,
+        "exit code": ended.code,
+        "ended after": f"{ended.ended_s:.2f} s",
+        "processes left": ended.orphans,
+        "next run": ended.again,
+    }
+
+
+COMMAND = f"python -m sp_bench method=... gpus=4 timeout_s={TIMEOUT_S:g} {POINT}"
+Made = list[tuple[Trial, Ended, float]]
+"""Trials, their outcomes, and the seconds of an undisturbed run."""
+
+
+@cache
+def found(runs: Runs) -> Made:
+    """All trials; their faults are added to what has failed."""
+    ranks, parents, seed = (int(runs.options[key]) for key in OPTIONS)
+    made = [*drawn(seed, ranks), *drawn(seed, parents, parent=True)]
+    runs.failed += [f"{trial}: {fault}" for trial, ended, _ in made if (fault := ended.fault(trial))]
+    return made
+
+
+def drawn(seed: int, wanted: int, *, parent: bool = False) -> Made:
+    """Trials until `wanted` of them have killed in time or gone wrong."""
+    made: Made = []
+    lasts_s: dict[str, float] = {}
+    for trial in trials(seed, parent):
+        if sum(not ended.late or bool(ended.fault(trial)) for trial, ended, _ in made) >= wanted:
+            break
+        if trial.method not in lasts_s:
+            lasts_s[trial.method] = undisturbed_s(trial.method, trial.n)
+        made.append((trial, run(trial, lasts_s[trial.method]), lasts_s[trial.method]))
+        print(*row(*made[-1]).values(), sep="  ", flush=True)
+    return made
+
+
+def summary(runs: Runs) -> str:
+    """The number of kills, how many went wrong, and how long commands took to end."""
+    made = found(runs)
+    kills = [one for one in made if not one[1].late]
+    ended_s = [ended.ended_s for trial, ended, _ in kills if trial.victim is not None]
+    return (
+        f"{len(ended_s)} kills of ranks and {len(kills) - len(ended_s)} of parents, drawn from seed "
+        f"{runs.options['seed']}; {len(made) - len(kills)} more came after the last work. {len(runs.failed) or 'None'} "
+        f"went wrong. After the kill of a rank the command ended in {min(ended_s):.2f} to {max(ended_s):.2f} s. "
+        f"{os.cpu_count()} cores, shared with other work."
+    )
+
+
+def rows(runs: Runs) -> list[dict[str, object]]:
+    """A row for each kill in time."""
+    return [row(*one) for one in found(runs) if not one[1].late]
