@@ -24,52 +24,85 @@ its own, all queries see all rows: c nears 1 with its length.
 
 With `inner`, those that go on inside are among them, and c is larger; what crosses nodes is less.
 
+With `slices` above 1, heads are exchanged, attended to and returned in so many slices, one after another: the
+all-to-alls of one go on while another is computed, as in UPipe (methods/upipe.py). Slices of query heads that have the
+same key head take each stage's rows in turn. It sends as much.
+
+With `qo_comm` (MagiAttention's word) the queries of some pairs of chunks go to the keys instead, where that sends less
+and leaves the work even (sp_bench/plan/travel.py), and their outputs come back. With t for the share of a group's
+queries that go to another, in the mean, c is that of the other pairs' keys, and both differ by phase (cb, tb backward):
+    forward   2 t (n / u - 1) more for rows of Q and O
+    backward  3 tb (n / u - 1) more for rows of Q, dO and dQ
+
 Layouts: balanced (packs), zigzag, contiguous, and all that assign documents. Refuses what USP does, and more stages
-than there are other groups, a `chunk` where no chunks are assigned, or an `inner` that doesn't divide the groups.
+than there are other groups, a `chunk` where no chunks are assigned, an `inner` that doesn't divide the groups, or
+`qo_comm` with an `inner` or with keys that blocks make of latents. `slices` must divide the heads of a rank, and are
+for rows that come straight from their owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import ClassVar, Literal
 
+from sp_bench.methods.cast_steps import (
+    cast_rows,
+    cast_rows_backward,
+    cast_slices,
+    cast_slices_backward,
+    relay_rows,
+    relay_rows_backward,
+    trade_rows,
+    trade_rows_backward,
+)
+from sp_bench.methods.ulysses import LANE
+from sp_bench.methods.upipe import of_tokens
 from sp_bench.methods.usp import USP
 from sp_bench.plan import (
     ASSIGNMENTS,
     DKV,
     DO,
+    DOQ,
     DOWN,
     DQ,
     KV,
+    ODOQ,
     OPEN_LAYOUTS,
     OUT,
+    AllToAll,
     AssignedLayout,
-    Attend,
-    AttendBackward,
+    Bundle,
     Chunk,
-    Fold,
-    Gathered,
+    CostProfile,
     Grid,
     Group,
-    GroupCast,
-    GroupReduce,
     Layout,
+    O,
     Op,
+    Plan,
     Problem,
     Q,
     RequestError,
     Steps,
     Tensor,
     divisors,
+    key_rows_elsewhere,
+    queries_are_cheap,
+    query_rows_elsewhere,
     rows_seen_elsewhere,
 )
 
+PHASES = ("forward", "backward")
 STAGES = (1, 2, 4)
 """The values that `auto` of the option `stages` stands for."""
+SLICES = (1, 2)
+"""The values that `auto` of the option `slices` stands for."""
 NODE = 8
-"""`auto` of the option `inner` stands for 1, and for the groups of this many ranks: most nodes have as many GPUs."""
+"""The ranks of a node where the cluster is unknown: most nodes have as many GPUs."""
 IN_CHUNKS = ("balanced", "blocks")
 """The layouts that assign chunks of equal size."""
 
@@ -87,15 +120,21 @@ class GroupCastAttention(USP):
     for_packs: ClassVar[str] = "balanced"
     counts_rows: ClassVar[bool] = True
     formula: ClassVar[Mapping[str, str]] = {
-        "forward": "(2 + 2*max(k, u/h))*(u-1)/u + 2*max(k, u/h)*c*(n/u-1)",
-        "backward": "(2 + 2*max(k, u/h))*(u-1)/u + 4*max(k, u/h)*c*(n/u-1)",
+        "forward": "(2 + 2*max(k, u/h))*(u-1)/u + 2*max(k, u/h)*c*(n/u-1) + 2*t*(n/u-1)",
+        "backward": "(2 + 2*max(k, u/h))*(u-1)/u + 4*max(k, u/h)*cb*(n/u-1) + 3*tb*(n/u-1)",
     }
 
     stages: Literal["auto"] | int = "auto"
     """In how many stages other ranks' rows come; auto stands for each of STAGES."""
     inner: Literal["auto"] | int = "auto"
     """How many neighbouring groups get rows once between them and pass them on, as those of a node; 1: each gets its
-    own. auto stands for 1 and for nodes of NODE ranks, the fastest."""
+    own. auto stands for 1 and for the ranks of a node, NODE where the cluster is unknown: the fastest."""
+    slices: Literal["auto"] | int = "auto"
+    """In how many slices heads are exchanged, attended to and returned, so that all-to-alls of one go on while another
+    is computed. auto stands for each of SLICES that divides the heads of a rank, the fastest."""
+    qo_comm: Literal["auto"] | bool = "auto"
+    """Whether queries travel to the keys where that sends less and leaves the work even. auto stands for both, the
+    fastest, on packs where a row of queries takes no more bytes than one of keys; else for false."""
     chunk: Literal["auto"] | int = "auto"
     """Tokens of a chunk that is assigned, at most; auto: the largest chunks that give all ranks even work."""
 
@@ -106,10 +145,18 @@ class GroupCastAttention(USP):
 
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError for a `ulysses` that is not possible, more stages than there are other groups, a `chunk`
-        where none are assigned, an `inner` that doesn't divide the groups.
+        where none are assigned, an `inner` that doesn't divide the groups, or `qo_comm` where it isn't possible.
         """
         super().refuse(problem)
         self._refuse_inner(problem)
+        self._refuse_slices(problem)
+        if self.qo_comm is True and (self._near > 1 or problem.latent_dim):
+            rule = "queries and keys come straight from their owner, as they are"
+            raise RequestError(
+                "method.qo_comm=true",
+                f"{rule}, and not by way of neighbours" if self._near > 1 else f"{rule}, and not as latents",
+                "method.inner=1 would work" if self._near > 1 else "method.qo_comm=false would work",
+            )
         if self.chunk != "auto" and (problem.mask.sends_unseen or self.layout not in (*IN_CHUNKS, *OPEN_LAYOUTS)):
             rule = f"chunks of a pack are assigned by the layouts {' and '.join(IN_CHUNKS)} alone"
             raise RequestError(f"method.chunk={self.chunk}", rule, "method.chunk=auto would work")
@@ -120,6 +167,23 @@ class GroupCastAttention(USP):
                 f"method.stages={self.stages}",
                 f"each stage has rows of {what}, and there are {others}",
                 f"method.stages={max(others, 1)} or less, or auto, would work",
+            )
+
+    def _refuse_slices(self, problem: Problem) -> None:
+        if self.head_slices(problem) == 1:
+            return
+        if self._near > 1 or self._trades:
+            rule = "slices of the heads are for rows of keys that come straight from their owner"
+            other = "method.inner=1" if self._near > 1 else "method.qo_comm=false"
+            raise RequestError(f"method.slices={self.slices}", rule, f"{other} would work")
+        sizes = [self.ulysses] if isinstance(self.ulysses, int) else self.sizes(problem)
+        degrees = [replace(self, ulysses=size) for size in sizes]
+        possible = sorted({s for each in degrees for s in divisors(each._heads_of_a_rank(problem)[0])})
+        if self.slices not in possible:
+            raise RequestError(
+                f"method.slices={self.slices}",
+                "must divide the heads of a rank",
+                f"one of {', '.join(map(str, possible))}, or auto, would work",
             )
 
     def _refuse_inner(self, problem: Problem) -> None:
@@ -133,20 +197,57 @@ class GroupCastAttention(USP):
         """One variant for each possible `ulysses`, `inner` and number of stages, or for those given; simpler ones
         first.
         """
+        return self.on_nodes(problem, NODE)
+
+    def on_nodes(self, problem: Problem, gpus_per_node: int) -> tuple[GroupCastAttention, ...]:
+        """`candidates`, on nodes of so many GPUs."""
         return tuple(
-            replace(each, stages=stages, inner=inner)
+            replace(each, stages=stages, inner=inner, qo_comm=qo_comm, slices=slices)
             for each in super().candidates(problem)
-            for inner in each._inner_sizes(problem.n // each.size)
+            for inner in each._inner_sizes(problem.n // each.size, gpus_per_node)
+            for qo_comm in each._ways(problem, inner)
+            for slices in each._slices(problem, straight=inner == 1 and not qo_comm)
             for stages in (STAGES if self.stages == "auto" else (self.stages,))
             if stages == 1 or stages < problem.n // each.size // inner
         )
 
-    def _inner_sizes(self, groups: int) -> list[int]:
+    def _slices(self, problem: Problem, *, straight: bool) -> tuple[int, ...]:
+        """The values of `slices` that it stands for, with this degree: 1 alone unless rows come `straight`; none where
+        the one given is not possible.
+        """
+        asked = (self.slices,) if isinstance(self.slices, int) else SLICES[: 1 if self.size == 1 else None]
+        heads = self._heads_of_a_rank(problem)[0] if straight else 1
+        return tuple(slices for slices in asked if heads % slices == 0)
+
+    def _heads_of_a_rank(self, problem: Problem) -> tuple[int, int]:
+        """Query heads and key heads that a rank has of each chunk, with those of zeros."""
+        padded, degree = self.padded(problem), self.head_parallel(problem.n)
+        heads, kv_heads = (padded.heads, padded.kv_heads) if padded else (problem.heads, problem.kv_heads)
+        return heads // degree, max(kv_heads // degree, 1)
+
+    def head_slices(self, problem: Problem) -> int:
+        """The number of slices."""
+        return self.slices if isinstance(self.slices, int) else 1
+
+    def query_parts(self, problem: Problem) -> int:
+        """How many slices in a row have the same key heads."""
+        slices = self.head_slices(problem)
+        return slices // math.gcd(slices, self._heads_of_a_rank(problem)[1])
+
+    def _inner_sizes(self, groups: int, gpus_per_node: int) -> list[int]:
         """The values of `inner` that it stands for with this degree; none where the one given is not possible."""
         if isinstance(self.inner, int):
             return [self.inner] if groups % self.inner == 0 else []
-        of_node = NODE // self.size
-        return [1, of_node] if of_node > 1 and groups > of_node and groups % of_node == 0 else [1]
+        of_node = 1 if gpus_per_node % self.size else gpus_per_node // self.size
+        two_levels = of_node > 1 and groups > of_node and groups % of_node == 0 and self.qo_comm is not True
+        return [1, of_node] if two_levels else [1]
+
+    def _ways(self, problem: Problem, inner: int) -> tuple[bool, ...]:
+        """The values of `qo_comm` that it stands for, with this degree and `inner`."""
+        if isinstance(self.qo_comm, bool):
+            return (self.qo_comm,)
+        alone = inner > 1 or problem.n == self.size or problem.mask.sends_unseen or problem.latent_dim
+        return (False,) if alone or not queries_are_cheap(self.assigned(problem)) else (False, True)
 
     def layout_for(self, layout: Layout, n: int) -> Layout:
         """The layout with this variant's head-parallel degree and chunks."""
@@ -159,24 +260,87 @@ class GroupCastAttention(USP):
         """The Ulysses degree, the groups, the stages and the neighbours that get rows together, in words."""
         u = self.head_parallel(n)
         stages = f" in {self.stages}" if n > u and self.stages != "auto" else ""
-        return f"ulysses {u} x cast {n // u}{stages}" + (f" by {self._near}s" if self._near > 1 else "")
+        stages += f" x {self.slices} slices" if isinstance(self.slices, int) and self.slices > 1 else ""
+        more = f" by {self._near}s" if self._near > 1 else " with queries" if self._trades else ""
+        return f"ulysses {u} x cast {n // u}{stages}{more}"
 
     def symbols(self, problem: Problem) -> Mapping[str, float]:
-        """The values of u and c."""
-        groups = problem.n // self.head_parallel(problem.n)
-        return {**super().symbols(problem), "c": float(self._cast(problem)) / max(groups - 1, 1)}
+        """The values of u, c and t, and of cb and tb."""
+        others = max(problem.n // self.head_parallel(problem.n) - 1, 1)
+        shares = ((keys / others, queries / others) for keys, queries in map(partial(self._cast, problem), PHASES))
+        (c, t), (cb, tb) = (map(float, each) for each in shares)
+        return {**super().symbols(problem), "c": c, "t": t, "cb": cb, "tb": tb}
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """The header's formulas; a chunk of kv_h has max(kv_heads, u) heads."""
         u = self.head_parallel(problem.n)
-        exchanged, rows = Fraction(u - 1, u), self._cast(problem)
+        exchanged, (rows, queries) = Fraction(u - 1, u), self._cast(problem, phase)
         if phase == "forward":
-            return {Q: exchanged, KV.by_heads: exchanged + rows, OUT: exchanged}
-        return {DO: exchanged, KV.by_heads: rows, DQ: exchanged, DKV.by_heads: exchanged + rows}
+            traded = {Q.by_heads: queries, O.by_heads: queries}
+            sent = {Q: exchanged, KV.by_heads: exchanged + rows, OUT: exchanged, **traded}
+        else:
+            traded = {DOQ.by_heads: queries, DQ.by_heads: queries}
+            sent = {DO: exchanged, KV.by_heads: rows, DQ: exchanged, DKV.by_heads: exchanged + rows, **traded}
+        return {tensor: problem.slices_of(tensor) * chunks for tensor, chunks in sent.items()}
 
-    def _cast(self, problem: Problem) -> Fraction:
-        """The rows that a group receives, in chunks, in the mean over groups."""
-        return Fraction(rows_seen_elsewhere(self.assigned(problem), self._near), problem.keys.seqlen)
+    def forward(self, problem: Problem, costs: CostProfile) -> Plan:
+        """USP's, or one of slices of the heads."""
+        if problem.head_slices == 1:
+            return super().forward(problem, costs)
+        q, kv, out = (of_tokens(problem, tensor) for tensor in (Q, KV, OUT))
+        q_h, kv_h, o_h = (self._sliced(problem, tensor) for tensor in (Q.by_heads, KV.by_heads, O.by_heads))
+
+        def bring(i: int) -> list[Op]:
+            keys, part = divmod(i, problem.query_parts)
+            of_keys = [] if part else [self._exchange(problem, kv[keys], kv_h[keys])]
+            return [*of_keys, self._exchange(problem, q[i], q_h[i])]
+
+        steps = Steps()
+        cast_slices(
+            steps, q_h, kv_h, o_h, self._stages(problem), bring,
+            lambda i: [self._exchange(problem, o_h[i], out[i])],
+        )  # fmt: skip
+        return steps.plan("forward", problem.n, (*q, *kv), tuple(out), kept=(*q_h, *kv_h, *o_h))
+
+    def backward(self, problem: Problem, costs: CostProfile) -> Plan:
+        """USP's, or one of slices of the heads."""
+        if problem.head_slices == 1:
+            return super().backward(problem, costs)
+        do, dq, dkv = (of_tokens(problem, tensor) for tensor in (DO, DQ, DKV))
+        q_h, o_h, do_h, odoq_h = (self._sliced(problem, t.by_heads) for t in (Q, O, DO, ODOQ))
+        kv_h, dq_h, dkv_h = (self._sliced(problem, t.by_heads) for t in (KV, DQ, DKV))
+
+        def bring(i: int) -> list[Op]:
+            return [self._exchange(problem, do[i], do_h[i]), Bundle((q_h[i], o_h[i], do_h[i]), odoq_h[i])]
+
+        steps = Steps()
+        cast_slices_backward(
+            steps, odoq_h, kv_h, dq_h, dkv_h, self._stages(problem), bring,
+            lambda i: [self._exchange(problem, dq_h[i], dq[i])],
+            lambda i: [self._exchange(problem, dkv_h[i], dkv[i])],
+        )  # fmt: skip
+        return steps.plan("backward", problem.n, tuple(do), (*dq, *dkv), kept=(*q_h, *kv_h, *o_h))
+
+    def _exchange(self, problem: Problem, send: Chunk, recv: Chunk) -> AllToAll:
+        return AllToAll(LANE, send, recv, Group(1, problem.layout.head_parallel), self._by_messages)
+
+    def _sliced(self, problem: Problem, tensor: Tensor) -> list[Chunk]:
+        """The rank's own chunks by heads, one for each slice."""
+        (chunk,) = self._chunks(problem, tensor)
+        return chunk.slices(problem.slices_of(tensor))
+
+    def _cast(self, problem: Problem, phase: str) -> tuple[Fraction, Fraction]:
+        """The rows of keys, and of queries, that a group receives in a phase, in chunks, in the mean over groups."""
+        problem, forward = self.assigned(problem), phase == "forward"
+        if not self._trades:
+            return Fraction(rows_seen_elsewhere(problem, self._near), problem.keys.seqlen), Fraction(0)
+        rows = key_rows_elsewhere(problem, forward=forward), query_rows_elsewhere(problem, forward=forward)
+        return Fraction(rows[0], problem.keys.seqlen), Fraction(rows[1], problem.seqlen)
+
+    @property
+    def _trades(self) -> bool:
+        """Whether queries travel."""
+        return self.qo_comm is True
 
     @property
     def _near(self) -> int:
@@ -192,106 +356,23 @@ class GroupCastAttention(USP):
         return tuple(chunk._replace(home=grid) for chunk in chunks)
 
     def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
-        attend = cast_rows if self._near == 1 else relay_rows
+        attend = trade_rows if self._trades else cast_rows if self._near == 1 else relay_rows
         attend(steps, q_h, kv_h, o_h, self._stages(problem))
 
     def _attend_backward(
         self, problem: Problem, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk
     ) -> None:
-        attend = cast_rows_backward if self._near == 1 else relay_rows_backward
+        cast = cast_rows_backward if self._near == 1 else relay_rows_backward
+        attend = trade_rows_backward if self._trades else cast
         attend(steps, odoq_h, kv_h, dq_h, dkv_h, self._stages(problem))
 
     def _stages(self, problem: Problem) -> list[tuple[int, ...]]:
-        """The members of each stage: the others, or the other nodes, in runs of nearly equal length."""
+        """The members of each stage: the others, or the other nodes, in runs of nearly equal length; of slices of heads
+        in runs that double.
+        """
         others = problem.n // self.head_parallel(problem.n) // self._near - 1
         count = min(self.stages if isinstance(self.stages, int) else 1, others)
         ends = [others * s // count for s in range(count + 1)] if count else []
+        if problem.head_slices > 1:  # backward, blocks wait for the first one
+            ends = [max(others * (2**s - 1) // (2**count - 1), s) for s in range(count + 1)] if count else []
         return [tuple(range(a + 1, b + 1)) for a, b in zip(ends, ends[1:], strict=False)]
-
-
-def cast_rows(steps: Steps, q: Chunk, kv: Chunk, o: Chunk, stages: Sequence[tuple[int, ...]]) -> None:
-    """Step s computes with the rows of stage s, the rank's own first, while those of stage s + 1 arrive."""
-    each = [(0,), *stages]
-    for s, members in enumerate(each):
-        steps.next()
-        if s < len(stages):
-            steps.do(GroupCast("kv", kv, each[s + 1], q))
-        steps.do(Gathered(tuple(Attend(q, kv.at(u), o) for u in members)))
-
-
-def cast_rows_backward(
-    steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk, stages: Sequence[tuple[int, ...]]
-) -> None:
-    """As cast_rows; gradients of stage s go home while stage s + 1 is computed, and are added after it."""
-    each, arrived = [(0,), *stages], list[Fold]()
-    for s, members in enumerate(each):
-        steps.next()
-        if s < len(stages):
-            steps.do(GroupCast("kv", kv, each[s + 1], odoq))
-        steps.do(Gathered(tuple(AttendBackward(odoq, kv.at(u), dq, dkv.at(u)) for u in members)))
-        if s:
-            steps.do(*arrived[-1:], GroupReduce("dkv", dkv, members, odoq, s))
-            arrived.append(Fold(dkv.arriving(s), dkv))
-    if arrived:
-        steps.next()
-        steps.do(arrived[-1])
-
-
-def relay_rows(steps: Steps, q: Chunk, kv: Chunk, o: Chunk, stages: Sequence[tuple[int, ...]]) -> None:
-    """cast_rows in two levels: `stages` has other nodes by their distance, and the rank's own node comes before them.
-
-    While step s computes, rows of step s + 1 are passed on inside the node, and those of step s + 2 cross.
-    """
-    relayed = _Relayed(kv, stages)
-    for s, members in enumerate(relayed.members):
-        steps.next()
-        steps.do(*relayed.casts(s, kv, q), Gathered(tuple(Attend(q, kv.at(u), o) for u in members)))
-
-
-def relay_rows_backward(
-    steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk, stages: Sequence[tuple[int, ...]]
-) -> None:
-    """As relay_rows; gradients are added in the node, a step later cross, and a step later are added to the rank's."""
-    relayed, due = _Relayed(kv, stages), dict[int, list[Op]]()
-    for s, members in enumerate(relayed.members):
-        steps.next()
-        blocks = Gathered(tuple(AttendBackward(odoq, kv.at(u), dq, dkv.at(u)) for u in members))
-        steps.do(*relayed.casts(s, kv, odoq), blocks, *due.pop(s, ()))
-        for own in relayed.owns[s]:
-            sums = dkv.at(own)
-            steps.do(GroupReduce("dkv", sums, relayed.beside(own), odoq))
-            due.setdefault(s + 1, []).append(Fold(sums.arriving(), sums))
-        if across := relayed.across[s]:
-            due[s + 1].append(GroupReduce("outer dkv", dkv, across, odoq, s))
-            due.setdefault(s + 2, []).append(Fold(dkv.arriving(s), dkv))
-    for s in sorted(due):
-        steps.next()
-        steps.do(*due[s])
-
-
-class _Relayed:
-    """The members of each step, the rank's own first and then those of its node, and how their rows come."""
-
-    def __init__(self, kv: Chunk, stages: Sequence[tuple[int, ...]]) -> None:
-        assert isinstance(kv.home, Grid)
-        self._size = size = kv.home.inner.size
-        self.across = [(), (), *(tuple(size * away for away in stage) for stage in stages)]
-        """By step, the chunks whose rows cross to this rank."""
-        self.owns = [(), (0,), *self.across[2:]]
-        """By step, the chunks of which it passes rows on to its neighbours."""
-        self.members = [(0,), self.beside(0), *(self._with(across) for across in self.across[2:])]
-
-    def beside(self, own: int) -> tuple[int, ...]:
-        """The chunks whose rows come from neighbours, that these have as `own`."""
-        return tuple(range(own + 1, own + self._size))
-
-    def casts(self, s: int, kv: Chunk, queries: Chunk) -> list[GroupCast]:
-        """The casts that begin with step s."""
-        crossing, passed = (each[s + ahead : s + ahead + 1] for each, ahead in ((self.across, 2), (self.owns, 1)))
-        crossing_casts = [GroupCast("outer kv", kv, members, queries) for members in crossing]
-        return crossing_casts + [
-            GroupCast("kv", kv.at(own), self.beside(own), queries) for owns in passed for own in owns
-        ]
-
-    def _with(self, across: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(u + place for u in across for place in range(self._size))

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar, Literal
 
-from sp_bench.methods.group_cast import cast_rows, cast_rows_backward
+from sp_bench.methods.cast_steps import cast_rows, cast_rows_backward
 from sp_bench.plan import (
     DKV,
     DOWN,

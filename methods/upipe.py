@@ -124,7 +124,7 @@ class UPipe(Ulysses):
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """For each stage: all-to-all of Q, and of KV where it is new, attention, all-to-all of O."""
-        q, kv, out = (_of_tokens(problem, tensor) for tensor in (Q, KV, OUT))
+        q, kv, out = (of_tokens(problem, tensor) for tensor in (Q, KV, OUT))
         q_h, kv_h, o_h = (self._by_heads(problem, tensor) for tensor in (Q.by_heads, KV.by_heads, O.by_heads))
 
         def exchange(stage: int) -> list[Op]:
@@ -141,7 +141,7 @@ class UPipe(Ulysses):
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """For each stage: all-to-all of Q, dO and new KV, attention backward, all-to-all of dQ and of whole dKV."""
-        q, do, kv, dq, dkv = (_of_tokens(problem, tensor) for tensor in (Q, DO, KV, DQ, DKV))
+        q, do, kv, dq, dkv = (of_tokens(problem, tensor) for tensor in (Q, DO, KV, DQ, DKV))
         by_heads = (Q.by_heads, O.by_heads, DO.by_heads, ODOQ.by_heads, KV.by_heads, DQ.by_heads, DKV.by_heads)
         q_h, o_h, do_h, odoq_h, kv_h, dq_h, dkv_h = (self._by_heads(problem, tensor) for tensor in by_heads)
 
@@ -190,7 +190,8 @@ class UPipe(Ulysses):
         return chunk.slices(problem.slices_of(tensor))
 
 
-def _of_tokens(problem: Problem, tensor: Tensor) -> list[Chunk]:
+def of_tokens(problem: Problem, tensor: Tensor) -> list[Chunk]:
+    """The rank's own chunks of a tensor by tokens, one for each slice of the heads."""
     return Chunk(tensor, 0, Group(1, problem.n)).slices(problem.slices_of(tensor))
 
 

@@ -26,7 +26,7 @@ from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import Block, Bundle, Chunk, Collective, Fused, Gathered, Op, Pass, Plan, RowSums, Transfer
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import DTYPE_BYTES, Problem, flops_per_pair
-from sp_bench.plan.tensors import DKV, DO, DQ, KV, OUT, Kind, O, Q, Tensor, named
+from sp_bench.plan.tensors import DKV, DO, DQ, KV, ODOQ, OUT, Kind, O, Q, Tensor, named
 from sp_bench.plan.transfers import messages, peers
 
 
@@ -334,10 +334,13 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     for index, op in plan:
         if isinstance(op, Block):
             fresh = _fresh(op, index, flow, lowering, as_held=as_held, narrows=problem.blocks.narrows)
+            if isinstance(op, Gathered):  # slices of heads are computed one after another
+                fresh = [chunk for chunk in fresh if chunk.tensor.of_keys or chunk.heads == op.queries[0].heads]
             result[index] = sum(map(result_bytes, fresh)) + _made_bytes(op, problem)
         if isinstance(op, Gathered):
             result[index] += _ordered_bytes(op, problem)
-            result[index] -= sum(of_rows[chunk] for chunk in op.writes if chunk in of_rows)  # not yet
+            begun = (chunk for chunk in op.writes if chunk in of_rows and flow.starts(index, chunk))
+            result[index] -= sum(of_rows[chunk] for chunk in begun)  # not yet
         elif isinstance(op, Fused):
             result[index] += _joined_bytes(op, index, problem, lowering)
     copied = [c for c in plan.outputs if c not in lowering.views and (sliced or c.tensor.is_partial)]
@@ -401,7 +404,8 @@ def _bytes_of_rows(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> 
     for op in plan.ops:
         if not isinstance(op, Gathered):
             continue
-        partials = [chunk for chunk in op.writes if chunk.tensor.of_keys and chunk.index]
+        of_keys = op.pairs != "queries"
+        partials = [chunk for chunk in op.writes if chunk.tensor.of_keys == of_keys and chunk.index]
         for chunk in partials:
             summed, first = chunk not in unsummed, chunk == partials[0]
             each = sum(problem.token_bytes(field, wire=False, summed=summed) for field in chunk.tensor.fields)
@@ -409,25 +413,31 @@ def _bytes_of_rows(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> 
     return by_chunk
 
 
-def _of_others(op: Op) -> bool:
-    """Whether it is a Gathered block with others' keys."""
-    return isinstance(op, Gathered) and op.keys[0].index > 0
+def _of_others(op: Op, chunk: Chunk) -> bool:
+    """Whether it is a Gathered block with others' rows, and makes partials of these rows in the chunk."""
+    if not isinstance(op, Gathered) or not op.brought[0].index:
+        return False
+    return chunk.tensor.of_keys == (op.pairs != "queries")
 
 
 def _rows(op: Gathered, problem: Problem) -> np.ndarray:
-    """How many key rows a Gathered block reads, on the first rank of each chunk: (chunks,)."""
+    """How many rows a Gathered block reads of others, or of its own keys, on each chunk's first rank: (chunks,)."""
     return rows_read(op, problem, np.arange(0, problem.n, problem.layout.head_parallel))
 
 
 def _ordered_bytes(op: Gathered, problem: Problem) -> np.ndarray | int:
-    """Bytes of the keys in order of position on the first rank of each chunk, but of its own, which are not copied.
+    """Bytes of the rows in order of position on the first rank of each chunk, but of its own, which are not copied.
 
-    Backward also of the sums of their gradients, and of a kernel's, which are added to these.
+    Of keys backward also of the sums of their gradients, and of a kernel's, which are added to these. Of queries of
+    their outputs or gradients, and of those of a kernel; backward they have an O in the place of its row sums.
     """
-    if not _of_others(op):
+    if not op.brought[0].index:
         return 0
-    kv, gradients = op.keys[0].tensor, {chunk.tensor for chunk in op.writes if chunk.tensor.of_keys}
-    tensors = [kv, *gradients] + [kv] * len(gradients)
+    rows, made = op.brought[0].tensor, {chunk.tensor for chunk in op.writes if _of_others(op, chunk)}
+    if op.pairs == "queries":
+        tensors = [rows if op.forward else ODOQ.by_heads, *made, *made]
+    else:
+        tensors = [rows, *made] + [rows] * len(made)
     each = sum(problem.token_bytes(field, wire=False) for tensor in tensors for field in tensor.fields)
     return _rows(op, problem) * each
 
@@ -439,7 +449,7 @@ def _fresh(op: Block, index: int, flow: Dataflow, lowering: Lowering, *, as_held
     some rows of a chunk.
     """
     cut = frozenset(op.writes) if narrows else _cut(op) if isinstance(op, Fused) else frozenset()
-    written = [chunk for chunk in op.writes if not (_of_others(op) and chunk.tensor.of_keys)]  # _ordered_bytes
+    written = [chunk for chunk in op.writes if not _of_others(op, chunk)]  # _ordered_bytes
     return [
         chunk
         for chunk in written

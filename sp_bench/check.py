@@ -43,6 +43,7 @@ from sp_bench.plan.ops import (
     GroupReduce,
     Join,
     Op,
+    Pairs,
     Pass,
     Plan,
     PlanError,
@@ -55,6 +56,7 @@ from sp_bench.plan.ops import (
 )
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import DKV, DO, DOQ, DQ, KV, ODOQ, OUT, O, Q, Tensor
+from sp_bench.plan.travel import travel
 
 Ranks = np.ndarray
 NOTHING = -1
@@ -96,6 +98,18 @@ class Rows(NamedTuple):
         return Rows(self.start[ranks], self.stop[ranks])
 
 
+class _Cast(NamedTuple):
+    """The way in which rows of a chunk came to a rank."""
+
+    against: Chunk
+    """The rank's own chunk that decided which rows."""
+    pairs: Pairs
+
+    def agrees(self, against: Chunk, pairs: Pairs) -> bool:
+        """Whether rows came of these pairs of chunks, against the chunk of this place."""
+        return self.against.place == against.place and self.pairs == pairs
+
+
 @dataclass
 class _Facts:
     """The tensors that every rank holds at the current operation."""
@@ -114,8 +128,8 @@ class _Facts:
     """Chunks that the forward keeps for the backward."""
     leaves_out: bool = True
     """Whether any transfer leaves out rows that a block may read."""
-    of_rows: dict[Chunk, Chunk] = field(default_factory=dict)
-    """The queries that decide which rows there are of a chunk that a GroupCast brought, or of its partial."""
+    of_rows: dict[Chunk, _Cast] = field(default_factory=dict)
+    """The way in which rows came of a chunk that a GroupCast brought, or of its partial."""
     blocks: dict[Chunk, np.ndarray] = field(default_factory=dict)
     """The counterpart chunks folded into a partial on each rank: (n, n / 64), one bit each (times `parts`)."""
     owners: dict[tuple[Group | Grid, int], Ranks] = field(default_factory=dict)
@@ -149,6 +163,14 @@ class _Facts:
         if self.sees_all:
             return self.everyone
         return self.visible[self.problem.blocks.of(q, kv)]
+
+    def computes(self, q: Ranks, kv: Ranks, pairs: Pairs, *, forward: bool) -> np.ndarray:
+        """Ranks on which a block has anything unmasked, of pairs that its operation has to do with: (n,) of bool."""
+        if pairs == "all":
+            return self.sees(q, kv)
+        degree = self.problem.layout.head_parallel
+        travels = travel(self.problem, forward=forward).queries.travels[q // degree, kv // degree]
+        return self.sees(q, kv) & (travels == (pairs == "queries"))
 
     @cached_property
     def _rows_seen(self) -> np.ndarray:
@@ -410,28 +432,32 @@ def _all_gather(facts: _Facts, op: AllGather, where: _Where | str) -> None:
 
 
 def _group_cast(facts: _Facts, op: GroupCast, where: _Where | str) -> None:
-    _rows_of_members(facts, op, where, KV)
+    _rows_of_members(facts, op, where, KV if op.pairs != "queries" else Q if op.forward else DOQ)
     _placed(facts, op.own, where)
     if op.own.index:  # it passes on what came of rows for all, which these ranks' queries are among
         _relayed(facts, op, where)
     for u, chunk in zip(op.members, op.writes, strict=True):
         facts.content[chunk] = facts.content[op.own][op.group.member(facts.ranks, op.shift(u))]
-        facts.of_rows[chunk] = op.queries
+        facts.of_rows[chunk] = _Cast(op.against, op.pairs)
         facts.rows.pop(chunk, None)
         _placed(facts, chunk, where)
 
 
 def _rows_of_members(facts: _Facts, op: RowCollective, where: _Where | str, tensor: Tensor) -> None:
-    """It must be about keys, of members other than the rank itself, and rows that the rank's own queries see."""
+    """It must be of a tensor, of members other than the rank itself, and rows that the rank's own queries see, or that
+    see its own keys.
+    """
     _home_of_all(op, where)
-    if op.tensor.by_tokens is not tensor:
-        raise PlanError(f"{where}: {op.tensor} has no rows for a {type(op).__name__}")
+    if op.tensor.by_tokens is not tensor or op.against.tensor.of_keys == op.tensor.of_keys:
+        raise PlanError(f"{where}: {op.tensor} has no rows against {op.against} for a {type(op).__name__}")
+    if op.pairs != "all" and not isinstance(op.own.home, Group):
+        raise PlanError(f"{where}: where queries travel, rows come straight from their owner")
     if not op.members or len({op.shift(u) % op.group.size for u in op.members} - {0}) < len(op.members):
         raise PlanError(f"{where}: the members {op.members} are not others of {op.group.size}, each once")
     if isinstance(op.own.home, Grid):
         _along_a_ring(facts, op, where)
-    if op.queries.index or (facts.owner(op.queries) != facts.ranks).any():
-        raise PlanError(f"{where}: {op.queries} are not the rank's own queries")
+    if op.against.index or (facts.owner(op.against) != facts.ranks).any():
+        raise PlanError(f"{where}: {op.against} is not the rank's own")
     _one_slice(facts, where, (op.own,))
 
 
@@ -452,27 +478,28 @@ def _along_a_ring(facts: _Facts, op: RowCollective, where: _Where | str) -> None
 
 def _relayed(facts: _Facts, op: RowCollective, where: _Where | str) -> None:
     held = facts.of_rows.get(op.own)
-    if held is None or held.place != op.queries.place:
-        raise PlanError(f"{where}: of {op.own} the rows were not cast that {op.queries} sees")
+    if held is None or not held.agrees(op.against, op.pairs):
+        raise PlanError(f"{where}: of {op.own} the rows were not cast that {op.against} sees")
 
 
 def _group_reduce(facts: _Facts, op: GroupReduce, where: _Where | str) -> None:
-    _rows_of_members(facts, op, where, DKV)
+    _rows_of_members(facts, op, where, DKV if op.pairs != "queries" else O if op.forward else DQ)
     if op.own.index:
         _relayed(facts, op, where)
     for chunk in op.reads:
         held = facts.of_rows.pop(chunk, None)
-        if held is None or held.place != op.queries.place:
-            raise PlanError(f"{where}: {chunk} is not of the rows that {op.queries} sees")
+        if held is None or not held.agrees(op.against, op.pairs):
+            raise PlanError(f"{where}: {chunk} is not of the rows that were cast against {op.against}")
     _reduced(facts, op, op.members, where)
     if op.own.index:
-        facts.of_rows[op.writes[0]] = op.queries
+        facts.of_rows[op.writes[0]] = _Cast(op.against, op.pairs)
 
 
 def _whole(facts: _Facts, chunks: Iterable[Chunk], where: _Where | str) -> None:
     """Only a Gathered block, or a GroupReduce, can read chunks of which only some rows are there."""
     if partial := [chunk for chunk in chunks if chunk in facts.of_rows]:
-        raise PlanError(f"{where}: of {partial[0]} only the rows are there that {facts.of_rows[partial[0]]} sees")
+        against = facts.of_rows[partial[0]].against
+        raise PlanError(f"{where}: of {partial[0]} only rows are there, cast against {against}")
 
 
 def _reduce_scatter(facts: _Facts, op: ReduceScatter, where: _Where | str) -> None:
@@ -567,7 +594,8 @@ def _count_block(
     """Record that the block of each rank with chunk `counterpart`, or a part of it, is folded into `into`."""
     blocks = facts.partial(into)
     word, bit = facts.bit(counterpart, facts.parts(into), part)
-    cells, bit = facts.ranks * blocks.shape[1] + word, bit if facts.sees_all else np.where(visible, bit, np.uint64(0))
+    all_visible = visible is facts.everyone
+    cells, bit = facts.ranks * blocks.shape[1] + word, bit if all_visible else np.where(visible, bit, np.uint64(0))
     old = blocks.reshape(-1)[cells]
     if (rank := _first((old & bit) != 0)) is not None:
         raise PlanError(f"{where}: on rank {rank}, block ({into}, chunk {counterpart[rank]}) is computed twice")
@@ -580,9 +608,9 @@ def _attend(facts: _Facts, op: Attend, where: _Where | str) -> None:
     _folded(facts, op, where)
 
 
-def _folded(facts: _Facts, op: Attend, where: _Where | str) -> None:
+def _folded(facts: _Facts, op: Attend, where: _Where | str, pairs: Pairs = "all") -> None:
     _tensors(facts, where, (op.q, op.kv, op.o), (Q, KV, O))
-    q, kv, visible = _operands(facts, op.q, op.kv, where)
+    q, kv, visible = _operands(facts, op, where, pairs)
     _serves(facts, op.o, q, where)
     _rows_read(facts, op.q, op.kv, op.o, visible, where)
     _count_block(facts, op.o, kv, 0, visible, where)
@@ -593,9 +621,10 @@ def _attend_backward(facts: _Facts, op: AttendBackward, where: _Where | str) -> 
     _folded_backward(facts, op, where)
 
 
-def _folded_backward(facts: _Facts, op: AttendBackward, where: _Where | str) -> None:
-    _tensors(facts, where, (op.odoq, op.kv, op.dq, op.dkv), (ODOQ, KV, DQ, DKV))
-    q, kv, visible = _operands(facts, op.odoq, op.kv, where)
+def _folded_backward(facts: _Facts, op: AttendBackward, where: _Where | str, pairs: Pairs = "all") -> None:
+    of_queries = DOQ if pairs == "queries" else ODOQ
+    _tensors(facts, where, (op.odoq, op.kv, op.dq, op.dkv), (of_queries, KV, DQ, DKV))
+    q, kv, visible = _operands(facts, op, where, pairs)
     _serves(facts, op.dq, q, where)
     _serves(facts, op.dkv, kv, where)
     _rows_read(facts, op.odoq, op.kv, op.dq, visible, where)
@@ -615,25 +644,39 @@ def _fused(facts: _Facts, op: Fused, where: _Where | str) -> None:
 
 
 def _gathered(facts: _Facts, op: Gathered, where: _Where | str) -> None:
-    """Its keys must be the rank's own, or rows that all its queries are asked for."""
-    if len(op.queries) > 1 or len(op.blocks) != len(op.keys) or len({chunk.heads for chunk in op.keys}) > 1:
-        raise PlanError(f"{where}: is not a block of one query chunk with each of its key chunks")
+    """Its keys must be the rank's own, or rows that all its queries are asked for; or its queries must be rows that see
+    the rank's own keys.
+    """
+    by_queries = op.pairs == "queries"
+    whole, parts = (op.keys, op.queries) if by_queries else (op.queries, op.keys)
+    pairs = [(block.q, block.kv) for block in op.blocks]
+    mixed = len({chunk.place for chunk in whole}) > 1 or len({chunk.heads for chunk in parts}) > 1
+    if mixed or (by_queries and len(whole) > 1) or Counter(pairs) != Counter(product(op.queries, op.keys)):
+        raise PlanError(f"{where}: is not a block of one chunk with each of those of which there are rows")
+    if by_queries and op.rank_own.index:
+        raise PlanError(f"{where}: {op.rank_own} is not the rank's own")
     for block in op.blocks:
-        rows = facts.of_rows.get(block.kv)
-        if block.kv.index and (rows is None or rows.place != block.q.place):
-            raise PlanError(f"{where}: the rows of {block.kv} that {block.q} sees were not cast")
+        brought, own = (block.q, block.kv) if by_queries else (block.kv, block.q)
+        partial = block.writes[0] if by_queries else None if isinstance(block, Attend) else block.dkv
+        if brought.index or by_queries:
+            rows = facts.of_rows.get(brought)
+            if rows is None or not rows.agrees(own, op.pairs):
+                raise PlanError(f"{where}: the rows of {brought} were not cast that {own} has to do with")
+            if partial is not None:
+                facts.of_rows[partial] = _Cast(own, op.pairs)
         if isinstance(block, Attend):
-            _folded(facts, block, where)
+            _folded(facts, block, where, op.pairs)
         else:
-            if block.kv.index:
-                facts.of_rows[block.dkv] = block.q
-            _folded_backward(facts, block, where)
+            _folded_backward(facts, block, where, op.pairs)
 
 
-def _operands(facts: _Facts, q: Chunk, kv: Chunk, where: _Where | str) -> tuple[Ranks, Ranks, np.ndarray]:
-    """The content of a block's chunks, and on which ranks it has anything unmasked: there both must have been sent."""
+def _operands(
+    facts: _Facts, op: Attend | AttendBackward, where: _Where | str, pairs: Pairs
+) -> tuple[Ranks, Ranks, np.ndarray]:
+    """The content of a block's chunks, and where it has anything to compute: there both must have been sent."""
+    q, kv = op.q, op.kv
     owners, keys = facts.owner(q), facts.owner(kv)
-    visible = facts.sees(owners, keys)
+    visible = facts.computes(owners, keys, pairs, forward=isinstance(op, Attend))
     _placed(facts, q, where, visible)
     _placed(facts, kv, where, visible)
     return owners, keys, visible

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from sp_bench.plan.block_classes import block_classes
 from sp_bench.plan.ops import Block, Join, Plan
 from sp_bench.plan.problem import Problem
 
@@ -71,9 +72,11 @@ def assignment(plan: Plan, problem: Problem) -> np.ndarray:
     """
     degree = problem.layout.head_parallel
     ranks, matrix = np.arange(0, plan.n, degree), np.full((plan.n // degree, plan.n // degree), -1)
-    for op in plan.ops:
-        for block in op.blocks if isinstance(op, Block) else ():
-            matrix[block.q.owner(ranks) // degree, block.kv.owner(ranks) // degree] = ranks
+    classes = block_classes(plan, problem)
+    for index, op in plan:
+        for row, block in enumerate(op.blocks, classes.first[index]) if isinstance(op, Block) else ():
+            computing = ranks if classes.nothing is None else ranks[classes.of[row, ranks] != classes.nothing]
+            matrix[block.q.owner(computing) // degree, block.kv.owner(computing) // degree] = computing
     if not problem.mask.sends_unseen:
         matrix[np.asarray(problem.blocks.pairs).reshape(matrix.shape) == 0] = -1
     return matrix

@@ -189,6 +189,10 @@ class Cluster:
         """How many times longer work takes that all ranks do at once: 1 where each has a device or a core."""
         return max(1.0, ranks / (self.shared_cores(ranks) or ranks))
 
+    def neighbours(self, gpus: int) -> int:
+        """How many consecutive ranks are on the same node: all of them, if there is one."""
+        return gpus if self.nodes(gpus) == 1 else self.topology.neighbours(gpus)
+
     def profile(self, problem: Problem) -> CostProfile:
         """The costs of this cluster that a schedule may use."""
         topology = self.topology_of(problem.n)
@@ -203,7 +207,7 @@ class Cluster:
         return CostProfile(
             forward_block_s=block_s("forward", O),
             backward_block_s=block_s("backward", DQ, DKV),
-            node_size=problem.n if self.nodes(problem.n) == 1 else self.topology.neighbours(problem.n),
+            node_size=self.neighbours(problem.n),
             intra_latency_s=intra.latency_s,
             intra_bytes_per_s=intra_rate,
             inter_latency_s=inter.latency_s,

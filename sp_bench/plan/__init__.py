@@ -24,6 +24,7 @@ from sp_bench.plan.ops import (
     Op,
     Pass,
     Plan,
+    RowSums,
     Steps,
     inner,
     outer,
@@ -42,6 +43,7 @@ from sp_bench.plan.patterns import (
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.row_sums import send_row_sums, without_o
 from sp_bench.plan.tensors import DKV, DO, DOQ, DQ, KV, ODOQ, OUT, O, Q, Tensor
+from sp_bench.plan.travel import key_rows_elsewhere, queries_are_cheap, query_rows_elsewhere
 
 __all__ = [
     "ASSIGNMENTS",
@@ -82,6 +84,7 @@ __all__ = [
     "Problem",
     "Q",
     "RequestError",
+    "RowSums",
     "ScheduleTime",
     "Sized",
     "SplitsHeads",
@@ -90,10 +93,13 @@ __all__ = [
     "all_gather",
     "divisors",
     "inner",
+    "key_rows_elsewhere",
     "line_of",
     "members_seen",
     "one_block",
     "outer",
+    "queries_are_cheap",
+    "query_rows_elsewhere",
     "receive_next",
     "reduce_next",
     "reduce_scatter",

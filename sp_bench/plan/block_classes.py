@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -10,9 +10,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from sp_bench.plan.groups import Grid, Group
-from sp_bench.plan.ops import Block, Chunk, Plan
+from sp_bench.plan.ops import Block, Chunk, Gathered, Plan, keep
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.travel import travel
 
 BLOCKS_AT_ONCE = 512
 """Few enough that a number for each of them on all ranks fits a cache."""
@@ -28,6 +29,13 @@ class BlockClasses:
     """By operation that computes blocks, the row of its first one; `op.blocks` are in consecutive rows."""
     of: np.ndarray
     """(blocks, n) The class of each block on each rank, in the smallest integers that hold it."""
+    nothing: int | None = None
+    """The number that stands for a pair of chunks that the operation has nothing to do with on a rank (ops.Pairs): one
+    above all classes. None if there are no such operations."""
+
+    def by_number(self, by_class: np.ndarray) -> np.ndarray:
+        """A quantity of each class, (classes,), with 0 for `nothing`."""
+        return by_class if self.nothing is None else np.append(by_class, by_class.dtype.type(0))
 
     @cached_property
     def _counts(self) -> np.ndarray:
@@ -42,6 +50,7 @@ class BlockClasses:
 
     def totals(self, by_class: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
         """A quantity of each class, (classes,), added up over the blocks of each rank, or some `rows` of them: (n,)."""
+        by_class = self.by_number(by_class)
         if by_class.size <= FEW_CLASSES and (rows is None or len(rows) == len(self.of)):
             return by_class[: len(self._counts)] @ self._counts
         total = np.zeros(self.of.shape[1], by_class.dtype)
@@ -49,22 +58,41 @@ class BlockClasses:
             total += few.sum(axis=0)
         return total
 
-    def slabs(self, by_class: np.ndarray, rows: np.ndarray | None = None) -> Iterator[np.ndarray]:
-        """A quantity of each class, (classes,), of all blocks or some `rows`, few at once: (blocks, n)."""
+    def slabs(self, by_number: np.ndarray, rows: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """A quantity of each class (`by_number`), of all blocks or some `rows`, few at once: (blocks, n)."""
         rows = np.arange(len(self.of)) if rows is None else rows
         for start in range(0, len(rows), BLOCKS_AT_ONCE):
-            yield by_class[self.of[rows[start : start + BLOCKS_AT_ONCE]]]
+            yield by_number[self.of[rows[start : start + BLOCKS_AT_ONCE]]]
 
 
 _CACHE: WeakKeyDictionary[Plan, dict[Hashable, BlockClasses]] = WeakKeyDictionary()
 
 
 def block_classes(plan: Plan, problem: Problem) -> BlockClasses:
-    """The classes of all blocks of a plan, cached; layouts that number blocks alike share them."""
-    by_numbering, numbering = _CACHE.setdefault(plan, {}), problem.blocks.numbering
-    if numbering not in by_numbering:
-        by_numbering[numbering] = _find(plan, problem)
-    return by_numbering[numbering]
+    """The classes of all blocks of a plan, cached; layouts that number blocks alike share them, unless the mask decides
+    which pairs of chunks an operation has to do with.
+    """
+    known, numbering = _CACHE.setdefault(plan, {}), problem.blocks.numbering
+    apart = [index for index, op in plan if isinstance(op, Gathered) and op.pairs != "all"]
+    if apart and problem not in known:
+        keep(known, problem, _without_others(_find(plan, problem), plan, apart, problem))
+    elif numbering not in known and not apart:
+        known[numbering] = _find(plan, problem)
+    return known[problem if apart else numbering]
+
+
+def _without_others(classes: BlockClasses, plan: Plan, apart: Sequence[int], problem: Problem) -> BlockClasses:
+    """The classes with `nothing` in the place of pairs of which some operations compute no block."""
+    nothing, degree, ranks = problem.blocks.classes, problem.layout.head_parallel, np.arange(plan.n)
+    of = classes.of.astype(np.min_scalar_type(nothing))
+    for index in apart:
+        op = plan.ops[index]
+        assert isinstance(op, Gathered)
+        travels = travel(problem, forward=op.forward).queries.travels
+        for row, block in enumerate(op.blocks, classes.first[index]):
+            of_pairs = travels[block.q.owner(ranks) // degree, block.kv.owner(ranks) // degree]
+            of[row, of_pairs != (op.pairs == "queries")] = nothing
+    return BlockClasses(classes.first, of, nothing)
 
 
 def _find(plan: Plan, problem: Problem) -> BlockClasses:

@@ -1,4 +1,4 @@
-"""Rows that the operations of a group cast send, hold and read, by rank (plan.casts)."""
+"""Rows that the operations of a group cast send, hold and read, by rank (plan.casts, plan.travel)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from sp_bench.plan.ops import Block, Chunk, Gathered, GroupCast, GroupReduce, Pl
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import by_keys
 from sp_bench.plan.tensors import KV, Q
+from sp_bench.plan.travel import QueryCasts, travel
+
+
+def casts_of(op: RowCollective | Gathered, problem: Problem) -> Casts | QueryCasts:
+    """The rows that an operation moves or reads: of keys, or of queries that travel."""
+    if op.pairs == "all":
+        return casts(problem)
+    ways = travel(problem, forward=op.forward)
+    return ways.queries if op.pairs == "queries" else ways.keys
 
 
 def members_seen(problem: Problem, own: Chunk) -> set[int]:
@@ -44,12 +53,12 @@ def _holder(op: RowCollective, rank, member: int):
 def rows_from(op: RowCollective, problem: Problem, rank, member: int):
     """How many rows of the member #u one or an array of ranks has."""
     degree, chunk = problem.layout.head_parallel, op.own.at(member)
-    return casts(problem).counts_for(relays(chunk))[rank // degree, chunk.owner(rank) // degree]
+    return casts_of(op, problem).counts_for(relays(chunk))[rank // degree, chunk.owner(rank) // degree]
 
 
 def rows_to(op: RowCollective, problem: Problem, rank: int, member: int) -> np.ndarray:
     """The rows of `own`, as they lie on the rank, that the rank whose #u it is has."""
-    degree, of_casts, owner = problem.layout.head_parallel, casts(problem), int(op.own.owner(rank))
+    degree, of_casts, owner = problem.layout.head_parallel, casts_of(op, problem), int(op.own.owner(rank))
     holder = int(_holder(op, rank, member))
     rows = of_casts.rows(holder // degree, owner // degree, relays(op.own.at(member)))
     if not op.own.index:
@@ -70,11 +79,11 @@ def rows_owned(op: RowCollective, problem: Problem, rank):
 def most_rows(op: RowCollective, problem: Problem, *, sent: bool) -> int:
     """How many rows the rank with most of them sends, or receives."""
     held, own = sent == isinstance(op, GroupReduce), op.own.place
-    return _most_rows(casts(problem), own, op.members, problem.n, problem.layout.head_parallel, held)
+    return _most_rows(casts_of(op, problem), own, op.members, problem.n, problem.layout.head_parallel, held)
 
 
 @lru_cache(maxsize=1024)  # casts and reductions of both phases have the same
-def _most_rows(found: Casts, own: Place, members: tuple[int, ...], n: int, degree: int, held: bool) -> int:
+def _most_rows(found: Casts | QueryCasts, own: Place, members: tuple[int, ...], n: int, degree: int, held: bool) -> int:
     # Rows that a rank holds are those of each member; those that it owns, each member's whose #u it is.
     ranks, rows, like = np.arange(n), np.zeros(n, int), GroupCast("", Chunk(KV, own.index, own.home), members, _ANY)
     for u in members:
@@ -87,13 +96,16 @@ _ANY = Chunk(Q, 0, Group(1, 1))
 
 
 def keys_of(op: Gathered, problem: Problem, rank: int) -> Keys:
-    """The key rows of a Gathered block on one rank, and its regions as its kernels take them."""
-    keys = _keys(casts(problem), _chunks(op, problem, rank))
+    """The rows of a Gathered block on one rank, and its regions as its kernels take them.
+
+    Rows are of keys, in the order of their positions, or of queries that travelled, and then all of the rank's keys.
+    """
+    keys = _keys(casts_of(op, problem), _chunks(op, problem, rank))
     return keys if op.forward else keys._replace(regions=tuple(by_keys(keys.regions)))
 
 
 @lru_cache(maxsize=64)
-def _keys(found: Casts, of: Gathering) -> Keys:
+def _keys(found: Casts | QueryCasts, of: Gathering) -> Keys:
     return found.keys(*of)  # forward and backward have the same
 
 
@@ -109,17 +121,20 @@ def find_regions(plan: Plan, problem: Problem, rank: int) -> None:
         elif isinstance(op, Block):
             alone += range(table.first[index], table.first[index] + len(op.blocks))
     problem.blocks.find(np.unique(table.of[alone, rank]))
-    if gathered:
-        casts(problem).find(_chunks(op, problem, rank) for op in gathered)
+    by_rows: dict[Casts | QueryCasts, list[Gathering]] = {}
+    for op in gathered:
+        by_rows.setdefault(casts_of(op, problem), []).append(_chunks(op, problem, rank))
+    for of_casts, wanted in by_rows.items():
+        of_casts.find(wanted)
 
 
 def works_of(op: Gathered, problem: Problem) -> tuple[list[Work], np.ndarray]:
     """The different works of a Gathered block, and which of them each rank has: (ranks,)."""
     degree = problem.layout.head_parallel
     firsts = np.arange(0, problem.n, degree)  # the ranks that split a chunk's heads have the same
-    queries = op.queries[0].owner(firsts) // degree
-    members = np.stack([chunk.owner(firsts) // degree for chunk in op.keys], axis=1)
-    works, of = casts(problem).works(queries, members, max(map(relays, op.keys)), forward=op.forward)
+    holders = op.rank_own.owner(firsts) // degree
+    members = np.stack([chunk.owner(firsts) // degree for chunk in op.brought], axis=1)
+    works, of = casts_of(op, problem).works(holders, members, max(map(relays, op.brought)), forward=op.forward)
     return works, np.repeat(of, degree)
 
 
@@ -130,19 +145,19 @@ def is_one_call(work: Work) -> bool:
 
 
 def rows_read(op: Gathered, problem: Problem, ranks: np.ndarray) -> np.ndarray:
-    """How many key rows a Gathered block reads on each of the ranks: (ranks,)."""
-    degree, of_casts = problem.layout.head_parallel, casts(problem)
-    queries, rows = op.queries[0].owner(ranks) // degree, np.zeros(ranks.size, np.int64)
-    for chunk in op.keys:
-        rows += of_casts.counts_for(relays(chunk))[queries, chunk.owner(ranks) // degree]
+    """How many rows that were brought a Gathered block reads on each of the ranks, or of its own keys: (ranks,)."""
+    degree, of_casts = problem.layout.head_parallel, casts_of(op, problem)
+    holders, rows = op.rank_own.owner(ranks) // degree, np.zeros(ranks.size, np.int64)
+    for chunk in op.brought:
+        rows += of_casts.counts_for(relays(chunk))[holders, chunk.owner(ranks) // degree]
     return rows
 
 
 def _chunks(op: Gathered, problem: Problem, rank: int) -> Gathering:
-    """The query chunk and the key chunks of a Gathered block."""
+    """The rank's own chunk of a Gathered block, and those of which it has rows."""
     degree = problem.layout.head_parallel
-    members = tuple(int(chunk.owner(rank)) // degree for chunk in op.keys)
-    return Gathering(int(op.queries[0].owner(rank)) // degree, members, max(map(relays, op.keys)))
+    members = tuple(int(chunk.owner(rank)) // degree for chunk in op.brought)
+    return Gathering(int(op.rank_own.owner(rank)) // degree, members, max(map(relays, op.brought)))
 
 
 def received(op: RowCollective, problem: Problem, rank):

@@ -85,6 +85,8 @@ class Casts:
     """How many keys are before all queries."""
     whole: bool = False
     """Whether the mask is of a whole sequence, causal or not: one document."""
+    without: np.ndarray | None = None
+    """Pairs of chunks that are left out: (chunks, chunks), by query and key chunk. None leaves out none."""
     _keys: dict[Gathering, Keys] = field(default_factory=dict, init=False, repr=False)
     _works: dict[Gathering, tuple[Work, Work]] = field(default_factory=dict, init=False, repr=False)
     _relayed: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False, repr=False)
@@ -130,7 +132,7 @@ class Casts:
         if self.whole or not count:  # none as of most pairs where documents are short
             return np.arange(count)
         indices = self._segments_of(queries, keys, relays)
-        return _runs(self._segments.row[indices], self._segments.tokens[indices])
+        return whole_numbers(self._segments.row[indices], self._segments.tokens[indices])
 
     def keys(self, queries: int, members: tuple[int, ...], relays: int = 1) -> Keys:
         """The rows that queries of a chunk see of several key chunks, as they lie behind each other; of their own chunk
@@ -155,9 +157,9 @@ class Casts:
             lie = np.cumsum(tokens) - tokens
             by_position = np.argsort(start)
             start, tokens, lie = start[by_position], tokens[by_position], lie[by_position]
-            keys_of[each] = Keys(_runs(lie, tokens), tuple(counts), ())
+            keys_of[each] = Keys(whole_numbers(lie, tokens), tuple(counts), ())
             seen.append(each)
-            blocks.append((self._queries[each.queries], [Runs(start, start + tokens)]))
+            blocks.append((self.query_runs[each.queries], [Runs(start, start + tokens)]))
         if blocks:
             for each, regions in zip(seen, regions_of_runs(self.pack, blocks), strict=True):
                 keys_of[each] = keys_of[each]._replace(regions=regions)
@@ -195,7 +197,7 @@ class Casts:
     @cached_property
     def _neighbours(self) -> tuple[np.ndarray, np.ndarray]:
         """The runs of neighbouring keys of every chunk, filled up with empty ones: (start, tokens), (chunks, runs)."""
-        chunk, start, stop = _in_runs(self._of_keys)
+        chunk, start, stop = _in_runs(self.key_runs)
         counts = np.bincount(chunk, minlength=self.chunks)
         place = chunk, np.arange(chunk.size) - np.repeat(np.cumsum(counts) - counts, counts)
         found = np.zeros((2, self.chunks, int(counts.max())), np.int64)
@@ -233,15 +235,15 @@ class Casts:
 
     @cached_property
     def _alike(self) -> Alike | None:
-        return Alike(self._queries, self._of_keys, causal=self.pack.causal) if self.whole else None
+        return Alike(self.query_runs, self.key_runs, causal=self.pack.causal) if self.whole else None
 
     @cached_property
-    def _of_keys(self) -> list[Runs]:
+    def key_runs(self) -> list[Runs]:
         """The positions of every chunk's keys."""
         return runs_of_chunks(self.of_keys)
 
     @cached_property
-    def _queries(self) -> list[Runs]:
+    def query_runs(self) -> list[Runs]:
         """The positions of every chunk's queries among the keys."""
         each = runs_of_chunks(self.of_queries)
         if self.pack.new:
@@ -262,13 +264,13 @@ class Casts:
     @cached_property
     def _intervals(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The chunk of each run of queries, and the run of keys that they see: (chunk, first, stop)."""
-        chunk, start, stop = _in_runs(self._queries)
+        chunk, start, stop = _in_runs(self.query_runs)
         return chunk, self.pack.sees(start)[0], self.pack.sees(stop - 1)[1]
 
     @cached_property
     def _segments(self) -> Segments:
         keys = self.of_keys.seqlen
-        chunk, start, _ = _in_runs(self._of_keys)
+        chunk, start, _ = _in_runs(self.key_runs)
         _, first, last = self._intervals
         starts = np.sort(np.concatenate([start, first, last]))
         starts = starts[(np.diff(starts, prepend=-1) > 0) & (starts < keys)]
@@ -287,7 +289,8 @@ class Casts:
         """Whether a query of each chunk sees a segment: (chunks, segments)."""
         (chunk, first, last), starts = self._intervals, self._segments.start
         ends = np.searchsorted(starts, first), np.searchsorted(starts, last)
-        return covered(chunk, *ends, (self.chunks, starts.size))
+        seen = covered(chunk, *ends, (self.chunks, starts.size))
+        return seen if self.without is None else seen & ~self.without[:, self._segments.owner]
 
 
 def _in_runs(chunks: Sequence[Runs]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -333,7 +336,7 @@ def rows_seen_elsewhere(problem: Problem, relays: int = 1) -> int:
     return int(across.sum() + (counts * (place[:, None] != place)).sum())
 
 
-def _runs(start: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def whole_numbers(start: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """The whole numbers of runs, one run behind the other."""
     ends = np.cumsum(tokens)
     return np.repeat(start - (ends - tokens), tokens) + np.arange(int(tokens.sum()))

@@ -213,7 +213,7 @@ class Visible:
 
     classes: BlockClasses
     sees: np.ndarray
-    """Whether anything is visible, by class of block: (classes,)."""
+    """Whether anything is visible, by class of block (BlockClasses.by_number)."""
 
     @cached_property
     def differs(self) -> bool:
@@ -275,7 +275,8 @@ def _found(plan: Plan, problem: Problem) -> _Found:
     by_problem = _CACHE.setdefault(plan, {})
     if problem not in by_problem:
         program = _program(plan)
-        visible = Visible(block_classes(plan, problem), np.asarray(problem.blocks.computes))
+        classes = block_classes(plan, problem)
+        visible = Visible(classes, classes.by_number(np.asarray(problem.blocks.computes)))
         wanted = {} if problem.mask.sends_unseen else _of_partials(program, visible) | _of_operands(program, visible)
         keep(by_problem, problem, _Found(program, visible, wanted))
     return by_problem[problem]

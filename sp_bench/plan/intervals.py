@@ -94,10 +94,30 @@ def regions_of_runs(mask: Sight, blocks: Sequence[tuple[Runs, Sequence[Runs]]]) 
     Between two turns, what a query sees stays or moves on by a key a query at either end. So that turns are looked at
     in the place of queries, for all keys at once: what is even between two turns is so between more of them.
     """
+    return _of_stretches(*_all_stretches(mask, blocks), sum(len(keys) for _, keys in blocks))
+
+
+def rows_that_see(
+    mask: Sight, blocks: Sequence[tuple[Runs, Sequence[Runs]]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Runs of queries that see a key, of the blocks that regions_of_runs takes: (the place of the block, the first
+    query, how many), (runs,) each, ascending. It takes a part of the time of their regions.
+    """
+    block, row, count, (first, last_first, stop, last_stop) = _all_stretches(mask, blocks)
+    none, last_none = first >= stop, last_first >= last_stop
+    row, count = row + (none & ~last_none), count - (none | last_none)
+    some = (count > 0) & ~(none & last_none)
+    return block[some], row[some], count[some]
+
+
+def _all_stretches(
+    mask: Sight, blocks: Sequence[tuple[Runs, Sequence[Runs]]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(the place of the block, the first query, the number of queries, `below`) of the stretches of all blocks."""
     stretches = [_stretches_of(mask, q, keys) for q, keys in blocks]
     sizes = [row.size // len(keys) for (row, *_), (_, keys) in zip(stretches, blocks, strict=True) for _ in keys]
     row, count, below = (np.concatenate(each, axis=-1) for each in zip(*stretches, strict=True))
-    return _of_stretches(np.repeat(np.arange(len(sizes)), sizes), row, count, below, len(sizes))
+    return np.repeat(np.arange(len(sizes)), sizes), row, count, below
 
 
 def _stretches_of(mask: Sight, q: Runs, keys: Sequence[Runs]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -115,6 +115,10 @@ class Method(ABC):
         self.refuse(problem)
         return (self,)
 
+    def on_nodes(self, problem: Problem, gpus_per_node: int) -> tuple[Method, ...]:
+        """`candidates`, on a cluster that has so many consecutive ranks on each node."""
+        return self.candidates(problem)
+
     def leaner(self) -> tuple[Method, ...]:
         """The same method in forms that hold less memory, and may take longer."""
         return ()

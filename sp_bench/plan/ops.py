@@ -13,21 +13,28 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from sp_bench.plan.chunks import Chunk, Place
 from sp_bench.plan.groups import Exchange, Grid, Group
-from sp_bench.plan.tensors import Field, Tensor
+from sp_bench.plan.tensors import DKV, DOQ, DQ, ODOQ, Field, Tensor
 
 __all__ = [
     "BLOCKS", "AllGather", "AllToAll", "Attend", "AttendBackward", "Block", "Bundle", "Chunk", "Collective", "Fold",
-    "Fused", "Gathered", "GroupCast", "GroupReduce", "Join", "Line", "Op", "Pass", "Place", "Plan", "PlanError",
-    "ReduceScatter", "Round", "RowCollective", "Steps", "Transfer", "TreeReduce", "inner", "outer", "relays",
+    "Fused", "Gathered", "GroupCast", "GroupReduce", "Join", "Line", "Op", "Pairs", "Pass", "Place", "Plan",
+    "PlanError", "ReduceScatter", "Round", "RowCollective", "RowSums", "Steps", "Transfer", "TreeReduce", "inner",
+    "outer", "relays",
 ]  # fmt: skip
 
 BLOCKS = "blocks"
 """The name of the stream that blocks and folds run on, beside the lanes."""
+
+
+Pairs = Literal["all", "keys", "queries"]
+"""The pairs of a query chunk and another chunk of keys that an operation has to do with: all; those of which rows of
+keys go to the queries; or those of which rows of queries go to the keys, and what is computed with them comes back. The
+mask, the layout and the number of heads decide which are which (plan.travel)."""
 
 
 class PlanError(Exception):
@@ -252,12 +259,21 @@ class TreeReduce(ReduceScatter):
 
 @dataclass(frozen=True)
 class _OfRows(_OfHome):
-    """A collective that moves those rows of key chunks that queries see (plan.casts): a message to each member."""
+    """A collective that moves those rows of key chunks that queries see (plan.casts), or those rows of query chunks
+    that see keys: a message to each member.
+    """
 
     members: tuple[int, ...]
     """The chunks #u that a rank has to do with, as seen from it; `own` is not among them."""
-    queries: Chunk
-    """The rank's queries, which decide which rows: all of them are of this chunk."""
+    against: Chunk
+    """The rank's own chunk that decides which rows: its queries for rows of keys, its keys for rows of queries."""
+    pairs: Pairs = field(default="all", kw_only=True)
+    """The pairs of chunks of which it moves rows; "queries" if and only if `own` is of queries."""
+
+    @property
+    def forward(self) -> bool:
+        """Whether it is part of a forward."""
+        return {self.own.tensor.by_tokens, self.against.tensor.by_tokens}.isdisjoint(_BACKWARD)
 
     @property
     def group(self) -> Group:
@@ -288,7 +304,7 @@ class _OfRows(_OfHome):
 
 @dataclass(frozen=True)
 class GroupCast(_OfRows):
-    """Each rank receives, of the chunks #u of its `members`, the rows that its queries see.
+    """Each rank receives, of the chunks #u of its `members`, the rows that its queries see, or that see its keys.
 
     Source: MagiAttention (github SandAI-org/MagiAttention). Only a Gathered block reads what came.
 
@@ -306,14 +322,15 @@ class GroupCast(_OfRows):
         return self.of_members
 
     def __str__(self) -> str:
-        return f"GroupCast[{self.lane}] {self.own} to ranks whose {self.queries} sees it, {_listed(self.members)}"
+        sees = "sees it" if self.own.tensor.of_keys else "it sees"
+        return f"GroupCast[{self.lane}] {self.own} to ranks whose {self.against} {sees}, {_listed(self.members)}"
 
 
 @dataclass(frozen=True)
 class GroupReduce(_OfRows):
     """The way back: partials of the rows that a GroupCast brought go to their owners, where they arrive as one.
 
-    The rows of several members may be the same. The owner adds all of them.
+    The rows of several members may be the same. The owner adds all of them, or merges outputs by their lse.
     """
 
     arrival: int = 1
@@ -328,7 +345,8 @@ class GroupReduce(_OfRows):
         return (self.own.arriving(self.arrival),)
 
     def __str__(self) -> str:
-        return f"GroupReduce[{self.lane}] {self.own} from ranks whose {self.queries} saw it, {_listed(self.members)}"
+        saw = "saw it" if self.own.tensor.of_keys else "it saw"
+        return f"GroupReduce[{self.lane}] {self.own} from ranks whose {self.against} {saw}, {_listed(self.members)}"
 
 
 def relays(chunk: Chunk) -> int:
@@ -336,6 +354,9 @@ def relays(chunk: Chunk) -> int:
     if isinstance(chunk.home, Group) or not chunk.index or chunk.index % chunk.home.inner.size:
         return 1
     return chunk.home.inner.size
+
+
+_BACKWARD = frozenset((ODOQ, DOQ, DQ, DKV))
 
 
 def _listed(members: tuple[int, ...]) -> str:
@@ -449,10 +470,24 @@ class Fused(_Blocks):
 
 @dataclass(frozen=True)
 class Gathered(_Blocks):
-    """Blocks of one query chunk with all key rows that GroupCasts brought, or with the rank's own: in few calls.
+    """Blocks of one query chunk with all key rows that GroupCasts brought, or with the rank's own: in few calls, for
+    each of some slices of its heads. Or of all query rows that they brought with the rank's own keys, backward as doq.
 
-    The keys are put in the order of their positions, so that those of a document are one run (plan.casts).
+    What they brought is put in the order of its positions, so that rows of a document are one run (plan.casts).
     """
+
+    pairs: Pairs = "all"
+    """The pairs of chunks that it computes blocks of."""
+
+    @property
+    def brought(self) -> tuple[Chunk, ...]:
+        """The chunks of which a GroupCast brought rows, or the rank's own keys."""
+        return self.queries if self.pairs == "queries" else self.keys
+
+    @property
+    def rank_own(self) -> Chunk:
+        """The rank's own chunk that all its blocks have: of queries, or of keys where queries were brought."""
+        return self.keys[0] if self.pairs == "queries" else self.queries[0]
 
 
 @dataclass(frozen=True)

@@ -261,9 +261,10 @@ def unplanned(
     """The variants of methods as `variants` has them, and the problem in the layout of each."""
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
     layouts = _layouts(request.method, [request.problem]) if layouts is None else layouts
+    node = request.cluster.neighbours(request.problem.n)
     for problem in (replace(request.problem, layout=layout) for layout in layouts):
         forms = (form for one in methods for form in one.carried(problem))
-        for method in dict.fromkeys(each for form in forms for each in form.candidates(problem)):
+        for method in dict.fromkeys(each for form in forms for each in form.on_nodes(problem, node)):
             yield method, problem
 
 
@@ -358,7 +359,8 @@ def plans_of(request: Request) -> dict[str, Plan]:
     """The plans of a request's method as it is asked for; of several variants the first."""
     assert isinstance(request.method, Method), "a peer has no plans"
     problem = replace(request.problem, layout=_layouts(request.method, [request.problem])[0])
-    return _plan(next(iter(request.method.candidates(problem))), problem, request).plans
+    variants = request.method.on_nodes(problem, request.cluster.neighbours(problem.n))
+    return _plan(next(iter(variants)), problem, request).plans
 
 
 def _plan(method: Method, problem: Problem, request: Request) -> Choice:

@@ -324,7 +324,7 @@ def _least_bytes(request: Request, problem: Problem) -> int:
         account.peak_bytes(
             [m.plan(problem, phase, profile) for phase in request.plan_phases], m.assigned(problem), transport
         )
-        for m in method.candidates(problem)  # pyright: ignore[reportAttributeAccessIssue]  # no peer trains
+        for m in method.on_nodes(problem, request.cluster.neighbours(problem.n))  # pyright: ignore[reportAttributeAccessIssue]  # no peer trains
     )
 
 

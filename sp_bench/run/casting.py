@@ -1,4 +1,4 @@
-"""GroupCasts and GroupReduces of one plan on one rank: rows of key chunks, in a message to each member."""
+"""GroupCasts and GroupReduces of one plan on one rank: rows of chunks, in a message to each member."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sp_bench.plan.ops import GroupCast, RowCollective
 from sp_bench.run.collectives import GroupTransfers
 from sp_bench.run.execution import Execution, Perform
 from sp_bench.run.holdings import Holdings
-from sp_bench.run.partials import Tensors
+from sp_bench.run.partials import Tensors, token_dim
 from sp_bench.run.transport import Message, byte_keys
 
 
@@ -86,7 +86,7 @@ class Casting(GroupTransfers):
             own = holdings.to_send(op.own)
             for rows, into in places:
                 for x, place in zip(own, into, strict=True):
-                    torch.index_select(x, 1, rows, out=place)
+                    torch.index_select(x, token_dim(x), rows, out=place)
 
         return stage, self._split(op, staged, of_op.of_others)
 
@@ -108,10 +108,14 @@ class Casting(GroupTransfers):
         return self._split(op, self._buffers(index), rows.held if isinstance(op, GroupCast) else rows.of_others)
 
     def _together(self, op: RowCollective, buffers: Tensors, here: _Rows) -> list[tuple[torch.Tensor, Tensors]]:
-        """(rows of the rank's own chunk, what others have of them): all at once, if one batch entry allows it."""
-        if self._problem.batch == 1:
+        """(rows of the rank's own chunk, what others have of them): all at once, if one batch entry allows it.
+
+        Statistics lie by head, and outputs are merged one after another where several members have the same row.
+        """
+        if self._problem.batch == 1 and not op.tensor.has_statistics:
             return [(here.owned, self._split(op, buffers, [sum(here.of_others)])[0])]
-        return list(zip(here.owned.split(here.of_others), self._split(op, buffers, here.of_others), strict=True))
+        parts = list(zip(here.owned.split(here.of_others), self._split(op, buffers, here.of_others), strict=True))
+        return [part for part in parts if part[0].numel()] or parts[:1]
 
     def _split(self, op: RowCollective, buffers: Tensors, counts: Sequence[int]) -> list[Tensors]:
         """The fields of so many rows of each member, one member behind the other: views."""

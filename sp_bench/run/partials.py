@@ -79,6 +79,20 @@ class Sums:
         whole = isinstance(rows, range) and len(rows) == tokens
         return Sum(chunk, rows, whole, shapes, dtype, summed, chunk in self._together, chunk.tensor.is_output)
 
+    def of_rows(self, chunk: Chunk, rows: Rows, tokens: int) -> Sum:
+        """A sum of so many rows of several chunks together, held under one of them, for results of some of these."""
+        shapes = tuple(self._problem.field_shape(field, tokens) for field in chunk.tensor.fields)
+        whole = isinstance(rows, range) and len(rows) == tokens
+        return Sum(
+            chunk,
+            rows,
+            whole,
+            shapes,
+            getattr(torch, self._problem.accumulate_dtype),
+            True,
+            is_output=chunk.tensor.is_output,
+        )
+
 
 class Partials:
     """The accumulators of one execution, by chunk.
@@ -99,6 +113,10 @@ class Partials:
         for into in map(self._sums.of, chunks):
             if into.alike not in self._neutral:
                 self._neutral[into.alike] = self._new(into)
+
+    def start(self, into: Sum) -> None:
+        """Hold the neutral element of a sum."""
+        self._held[into.chunk] = self._new(into)
 
     def add_output(self, into: Sum, out: Tensor, lse: Tensor) -> None:
         """Fold (out_BSHD, lse_BHS) of some tokens of a chunk into its accumulator."""
@@ -226,9 +244,12 @@ class Partials:
             add_(tuple(chain(*totals)), tuple(chain(*to_fold)), self._fused)
 
     def put_rows(self, chunk: Chunk, part: Tensors) -> None:
-        """Keep the whole gradient of rows of which others have the rest (plan.casts)."""
+        """Keep the whole partial of rows of which others have the rest (plan.casts), or add to what is kept of them."""
+        if chunk in self._held:
+            add_(self._sum(self._sums.of(chunk)), part)
+            return
         dtype = self._sums.of(chunk).dtype
-        self._held[chunk] = tuple(in_dtype(x, dtype) for x in part)
+        self._held[chunk] = tuple(x if x.ndim == 3 else in_dtype(x, dtype) for x in part)
 
     def get_rows(self, chunk: Chunk) -> Tensors:
         """Return what `put_rows` has kept; nothing if blocks were left out."""
@@ -238,11 +259,16 @@ class Partials:
         """Fold a peer's partial of some tokens of a chunk into its accumulator."""
         # It lies in a receive buffer, so unlike a block's result it can't become the accumulator.
         total = self._sum(into)
+        if not part[0].numel():  # no rows have come, but others count on the sum
+            return
         if not into.is_output:
             if into.whole:
                 add_(total, part, self._fused)
             else:
                 self.add_gradients(into, part)
+            return
+        if not into.whole and not isinstance(into.rows, range):
+            self.add_output(into, *part)
             return
         out, lse = total if into.whole else self._cut(into, total)
         self._fold(out, lse, *part)
@@ -353,12 +379,17 @@ def add_rows(sums: Tensors, rows: Rows, gradients: Tensors) -> None:
             into.index_add_(1, rows, x.to(into.dtype))
 
 
+def token_dim(x: Tensor) -> int:
+    """The dimension of the tokens of a field, x_BSHD or x_BHS."""
+    return 1 if x.ndim == 4 else 2
+
+
 def tokens_of(x: Tensor, rows: Rows) -> Tensor:
     """Return tokens `rows` of x_BSHD or x_BHS: a copy of indices, a view of a run.
 
     It is x itself if the run is all of it, since even a view costs time per block.
     """
-    dim = 1 if x.ndim == 4 else 2
+    dim = token_dim(x)
     if not isinstance(rows, range):
         return x.index_select(dim, rows)
     return x if len(rows) == x.shape[dim] else x.narrow(dim, rows.start, len(rows))

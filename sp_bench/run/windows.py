@@ -33,6 +33,13 @@ class Window(NamedTuple):
     """The kind of its region, never STRICT."""
 
 
+class Queries(NamedTuple):
+    """Rows of queries that are no chunk's, and the sum that what is made of some of them is added to."""
+
+    make: Callable[[Holdings], Tensors]
+    into: Callable[[Rows], Sum]
+
+
 class Windows:
     """Makes the calls that compute windows of blocks on one rank."""
 
@@ -69,14 +76,16 @@ class Windows:
         take: Callable[[Rows], Take | None],
         keys: Chunk | Callable[[Holdings], Tensors],
         more: Perform | None = None,
+        queries: Queries | None = None,
     ) -> Perform:
         """A call that computes and folds O of windows, and then does `more`. `keys` is the chunk of keys and values, or
-        makes them, and `take` takes rows out of them.
+        makes them, and `take` takes rows out of them. `queries` are those of other chunks in the place of q_chunk's.
         """
         kernel, takes, together, latents = self._with_keys(q_chunk, windows, take)
         bound = [
-            (self._take_queries(q_chunk, w.q), take_kv, self._forward_of(kernel, w), self._sums.at(o, w.q))
+            (take_q, take_kv, self._forward_of(kernel, w), into)
             for w, take_kv in zip(windows, takes, strict=True)
+            for take_q, into in (self._sides(q_chunk, o, w.q, queries),)
         ]
         timed = self._timed
         kv, make = (keys, _nothing_made) if isinstance(keys, Chunk) else (None, keys)
@@ -85,7 +94,8 @@ class Windows:
             if timed:
                 run.lap(WAITS)
             held = run.holdings
-            of_q, of_kv = held.chunks[q_chunk], make(held) if kv is None else held.chunks[kv]
+            of_q = held.chunks[q_chunk] if queries is None else queries.make(held)
+            of_kv = make(held) if kv is None else held.chunks[kv]
             if together and latents:
                 c, _ = latents(held, of_kv)
                 run.lap(REST)
@@ -102,7 +112,7 @@ class Windows:
                 if timed:
                     run.lap(KERNELS)
                 if run.live is not None:
-                    run.see(*of_kv, *((k, v) if together else ()), out, lse)
+                    run.see(*of_q, *of_kv, *((k, v) if together else ()), out, lse)
                 held.partials.add_output(into, out, lse)
                 if timed:
                     run.lap(FOLDS)
@@ -110,6 +120,12 @@ class Windows:
                 more(run)
 
         return forward
+
+    def _sides(self, q_chunk: Chunk, into: Chunk, rows: Rows, queries: Queries | None) -> tuple[Take | None, Sum]:
+        """(what takes a call's rows of queries, the sum that its result is added to)."""
+        if queries is not None:
+            return rows_of(rows), queries.into(rows)
+        return self._take_queries(q_chunk, rows), self._sums.at(into, rows)
 
     def _forward_of(self, kernel: BlockKernel | Expanding, window: Window) -> Forward:
         kind = window.kind
@@ -127,6 +143,7 @@ class Windows:
         take: Callable[[Rows], Take | None],
         kv: Chunk | None = None,
         dkv: Chunk | None = None,
+        queries: Queries | None = None,
     ) -> tuple[Callable[..., None], list[Rows]]:
         """A function that computes and adds dQ of windows, and the key rows of the gradients that it has. It is given
         the execution alone if keys and their gradients are the chunks `kv` and `dkv`, else also keys and values, and
@@ -138,12 +155,13 @@ class Windows:
         bound = [
             (
                 number,
-                self._take_queries(q_chunk, w.q),
+                take_q,
                 take_kv,
                 self._gradients_of(kernel, w),
-                self._sums.at(dq_chunk, w.q),
+                into,
             )
             for number, (w, take_kv) in enumerate(zip(windows, takes, strict=True))
+            for take_q, into in (self._sides(q_chunk, dq_chunk, w.q, queries),)
         ]
         timed = self._timed
 
@@ -158,7 +176,8 @@ class Windows:
                 if timed:
                     run.lap(WAITS)
                 of_kv = held.chunks[kv]
-            of_q, c_and_none, of_made = held.chunks[q_chunk], of_kv, ()
+            of_q = held.chunks[q_chunk] if queries is None else queries.make(held)
+            c_and_none, of_made = of_kv, ()
             if together and latents:
                 c_and_none = latents(held, of_kv)
                 run.lap(REST)
@@ -174,7 +193,7 @@ class Windows:
                 if timed:
                     run.lap(KERNELS)
                 if run.live is not None:
-                    run.see(*of_kv, *sums, *of_made, *((k, v) if together else ()), dq, dk, dv)
+                    run.see(*of_q, *of_kv, *sums, *of_made, *((k, v) if together else ()), dq, dk, dv)
                 if together:
                     held.partials.add_gradients(into, (dq,))
                     together.add(of_made, number, (dk, dv))
@@ -243,6 +262,11 @@ def _add(run: Execution, into: Sequence[Sum], number: int, gradients: Tensors) -
 def _made(take: Callable[[Tensors], Tensors]) -> Take:
     """A function that takes rows out of what was made."""
     return lambda held, tensors: take(tensors)
+
+
+def rows_of(rows: Rows) -> Take:
+    """A function that takes rows out of tensors that are no chunk's."""
+    return lambda held, tensors: tuple([tokens_of(x, rows) for x in tensors])
 
 
 def as_they_are(held: Holdings, tensors: Tensors) -> Tensors:

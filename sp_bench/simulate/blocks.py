@@ -17,7 +17,7 @@ from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.ops import Attend, AttendBackward, Block, Chunk, Fused, Gathered, Plan
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.tensors import O, Tensor
+from sp_bench.plan.tensors import DO, O, Tensor
 from sp_bench.plan.union import Calls, Pieces, calls_of, classes
 
 
@@ -144,29 +144,47 @@ class BlockCosts:
         return np.array([self._device.caches_s(problem, owners[:, r])[mine[r]] for r in everyone]) + copy_s
 
     def _find_gathered_s(self, op: Gathered) -> np.ndarray:
-        """Seconds of the calls of a Gathered block on each rank, with the copy of its keys into their order: (n,)."""
+        """Seconds of the calls of a Gathered block on each rank, with the copy of what came into its order: (n,)."""
         problem, phase = self._problem, self._plan.phase
-        row_bytes = sum(problem.token_bytes(field, wire=False) for field in op.keys[0].tensor.fields)
-        row_bytes *= (op.keys[0].index > 0) * (1 if phase == "forward" else 2)  # the rank's own lie in order; dKV, too
+        row_bytes = self._ordered_row_bytes(op)
         works, of = works_of(op, problem)
+        slices = 1 if op.pairs == "queries" else len(op.queries)
         kernels_s = self._device.pieces_s(problem, phase, [work.sizes for work in works])
         keys_seen = np.array([work.kv_rows for work in works])
         several = np.array([not is_one_call(work) for work in works])
-        kernels_s = (kernels_s + self._device.makings_s(problem, phase, keys_seen, several))[of]
+        kernels_s = slices * (kernels_s + self._device.makings_s(problem, phase, keys_seen, several))[of]
         rows, read = np.unique(rows_read(op, problem, np.arange(problem.n)), return_inverse=True)
         copies_s = np.array([self._device.copy_s(count * row_bytes) for count in rows.tolist()])[read]
         return np.where(kernels_s > 0, kernels_s + copies_s, 0.0)
+
+    def _ordered_row_bytes(self, op: Gathered) -> int:
+        """Bytes of a row that are copied into the order of positions, and of what is made of it back into the order in
+        which it lies. The rank's own keys lie in order.
+        """
+        if not op.brought[0].index:
+            return 0
+        tensors = [op.brought[0].tensor]
+        if op.pairs == "queries":
+            tensors.append(op.writes[0].tensor)
+            tensors += [] if op.forward else [DO.by_heads]  # the O that has its row sums is made of dO
+        else:
+            tensors += [] if op.forward else tensors
+        return sum(self._problem.token_bytes(field, wire=False) for tensor in tensors for field in tensor.fields)
 
     def _find_gathered_folds_s(self, index: int, op: Gathered) -> np.ndarray:
         """Seconds of folding what its calls have of queries that see a key, and of the rank's own keys: (n,)."""
         problem, seconds = self._problem, []
         works, of = works_of(op, problem)
+        folds = [(chunk, self._flow.starts(index, chunk)) for chunk in op.writes if not chunk.index]
+        if op.pairs == "queries":  # those of all queries that came
+            folds.append((op.writes[0], False))
+        else:  # slices of heads have gradients of the same keys
+            folds += [(chunk, False) for chunk in op.writes if chunk.tensor.of_keys][:1] * (len(op.queries) - 1)
         for work in works:
             total_s = 0.0
-            for chunk in (chunk for chunk in op.writes if work.sizes.pairs.size and not chunk.index):
+            for chunk, first in folds if work.sizes.pairs.size else []:
                 rows = work.kv_rows if chunk.tensor.of_keys else work.q_rows
                 share = rows / problem.shards_of(chunk.tensor).largest
-                first = self._flow.starts(index, chunk)
                 total_s += self._device.fold_s(problem, chunk.tensor, first=first, share=share, sliced=True)
             seconds.append(total_s)
         return np.array(seconds)[of]

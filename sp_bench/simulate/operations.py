@@ -112,7 +112,7 @@ class OperationCosts:
 
     def _by_block(self, apart: float) -> Iterator[np.ndarray]:
         """Costs of blocks that may differ by rank, by more than this share, many at once: (blocks, n)."""
-        by_class = self._blocks.class_s if apart else self._blocks.kinds()
+        by_class = self._classes.by_number(self._blocks.class_s if apart else self._blocks.kinds())
         times = by_class[self._classes.there]
         if times.size and times.min() < (1 - apart) * times.max():
             yield from self._classes.slabs(by_class, self._blocks.alone)
@@ -294,7 +294,8 @@ class OperationCosts:
             return np.ones(ranks.size)
         hop = self._brought[index]
         if isinstance(hop, GroupReduce):  # rows of several members, of which some may be the same
-            return np.asarray(cast_rows.received(hop, self._problem, ranks)) / self._problem.keys.largest
+            largest = self._problem.shards_of(hop.tensor).largest
+            return np.asarray(cast_rows.received(hop, self._problem, ranks)) / largest
         return np.asarray(share_sent(hop, self._problem, hop.source(ranks)))
 
     def _find_cast_s(self, tensor: Tensor, summed: bool, share: float = 1.0) -> float:

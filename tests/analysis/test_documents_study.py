@@ -102,12 +102,15 @@ def test_rows_for_a_node_cross_less_and_never_take_longer_with_split_heads(
         assert split == "no" or ratio.known <= 1
 
 
-def test_queries_that_travel_save_least_where_key_heads_are_few(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
-    monkeypatch.setattr(documents_casts, "TRAVEL_GPUS", 16)
-    rows = {tuple(row[:3]): [cell.known for cell in numbers(row)] for row in table_of(documents.travels(runs)).rows}
-    for saved, work, balanced in rows.values():
-        assert 0 <= balanced <= saved <= 100 and work >= 1
-    assert rows[64, 8, 1][0] == 0 < rows[64, 64, 1][0]
+def test_queries_that_travel_save_most_backward_and_leave_work_even(
+    monkeypatch: pytest.MonkeyPatch, runs: Runs
+) -> None:
+    monkeypatch.setattr(documents_casts, "TRAVELLING", ((16, 8),))
+    rows = {row[2]: [cell.known for cell in numbers(row)] for row in table_of(documents.travels(runs)).rows}
+    for forward, backward, work, keys, both, ratio in rows.values():
+        assert 0 <= forward <= backward < 100 and 1 <= work <= 1.05
+        assert both / keys == pytest.approx(ratio)
+    assert rows[64][1] > 20 > 1 > rows[8][1]
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ COUNTS = {
     "implementation": 8,
     "kernel": 1,
     "logger": 5,
-    "method": 23,
+    "method": 24,
     "model": 13,
     "slurm": 15,
 }

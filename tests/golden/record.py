@@ -96,6 +96,7 @@ CHOSEN = (
     f"method=all_gather mask=document data=short method.layout=blocks {H100}",
     f"method=group_cast mask=document data=magi_attention {H100} kv_heads=8 method.layout=balanced",
     f"method=group_cast method.ulysses=2 method.stages=2 {H100} kv_heads=8 method.layout=zigzag",
+    f"method=group_cast method.qo_comm=true mask=document data=magi_attention {H100} method.layout=balanced",
     "method=group_cast seqlen=8k kv_seqlen=256k phase=forward gpus=16 kv_heads=8 cluster=h100_ndr400",
     f"method=hybrid_cp mask=document data=magi_attention {H100} kv_heads=8 method.layout=hybrid",
     f"method=mesh mask=window window=[16383,0] method.layout=contiguous {H100}",

@@ -220,6 +220,41 @@ def test_stages_divide_the_other_groups() -> None:
     assert [op.members for op in plan.ops if isinstance(op, GroupCast)] == [(1, 2), (3, 4), (5, 6, 7)]
 
 
+@pytest.mark.parametrize(("u", "slices", "parts"), [(2, 2, 1), (2, 4, 1), (8, 2, 2), (4, 2, 1), (16, 2, 2)])
+def test_slices_send_as_much_and_hold_less_that_is_packed(u: int, slices: int, parts: int) -> None:
+    """The closed form; a stage's rows of one key head are cast once for all slices of its query heads."""
+    pack, volumes = magi_attention(16), []
+    for count in (1, slices):
+        method = build("group_cast", {"ulysses": u, "stages": 1, "slices": count, "qo_comm": False})
+        layout = method.layout_of(pack, 16)
+        asked = Problem(n=16, seqlen=pack.seqlen, heads=64, kv_heads=8, head_dim=128, mask=pack, layout=layout)
+        problem = method.assigned(asked)
+        plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
+        check_all(plans, problem)
+        for phase, plan in plans.items():
+            volumes.append(account.volume(plan, problem).total_bytes)
+            assert volumes[-1] == pytest.approx(method.bytes_sent(problem, phase))
+    assert problem.query_parts == parts
+    assert volumes[:2] == volumes[2:]
+    casts_of = [op for op in plans["forward"].ops if isinstance(op, GroupCast)]
+    assert len(casts_of) == slices // parts * (u < 16)
+
+
+@pytest.mark.parametrize(("node", "inner"), [(2, {1, 2}), (4, {1, 4}), (8, {1}), (3, {1})])
+def test_levels_are_the_nodes_of_the_cluster(node: int, inner: set[int]) -> None:
+    """Of 8 GPUs in nodes of as many; of one node there are no levels, nor of nodes that don't divide the ranks."""
+    pack = Documents((96, 5, 40, 3, 112))
+    method = build("group_cast", {"ulysses": 1, "stages": 1})
+    problem = Problem(n=8, seqlen=256, heads=8, kv_heads=8, head_dim=16, mask=pack, layout=method.layout_of(pack, 8))
+    assert {each.inner for each in method.on_nodes(problem, node)} == inner  # pyright: ignore[reportAttributeAccessIssue]
+    shape = ("gpus=8", "seqlen=8k", "heads=8", "kv_heads=8", "mask=document", "data=short", "mode=simulate")
+    network = ("cluster=h100_ndr400", f"cluster.gpus_per_node={node}", "method.ulysses=1")
+    if 8 % node == 0:
+        tried = choose(point("method=group_cast", *shape, *network)).candidates or []
+        found = {row["variant"].partition(" by ")[2] for row in tried}
+        assert found == {f"{size}s" * (size > 1) for size in inner}
+
+
 def test_of_variants_that_take_as_long_the_simpler_one_is_chosen() -> None:
     """A document of each GPU: nothing is sent, however many stages or levels there are."""
     pack = ("mask=document", "data=lengths", f"data.lengths={[1024] * 16}".replace(" ", ""), "seqlen=16k")
@@ -245,6 +280,12 @@ def test_stairs_are_cut_along_their_keys() -> None:
         ("method.stages=9", "method.stages=7 or less, or auto, would work"),
         ("method.stages=0", "an integer of at least 1"),
         ("method.inner=3", "method.inner=3: must divide the 8 groups of ranks with the same heads; one of 1, 2, 4, 8"),
+        ("method.slices=3", "must divide the heads of a rank; one of 1, 2, 4, 8, or auto, would work"),
+        ("method.slices=2 method.inner=2", "come straight from their owner; method.inner=1 would work"),
+        ("method.slices=2 method.qo_comm=true", "come straight from their owner; method.qo_comm=false would work"),
+        ("method.qo_comm=true method.inner=2", "and not by way of neighbours; method.inner=1 would work"),
+        ("method.qo_comm=maybe", "must be auto, true or false"),
+        ("method.qo_comm=true head_dim=48 v_head_dim=32 latent_dim=64 rope_dim=16", "not as latents"),
         ("method.chunk=half", "must be auto or an integer"),
         ("method.chunk=64", "chunks of a pack are assigned by the layouts balanced and blocks alone"),
         ("method.ulysses=3", "one of 1, 2, 4, 8 would work"),
@@ -253,8 +294,9 @@ def test_stairs_are_cut_along_their_keys() -> None:
     ],
 )
 def test_bad_options_of_group_cast(capsys: pytest.CaptureFixture[str], option: str, said: str) -> None:
-    shape = ["gpus=8", "seqlen=4k", "heads=8", "kv_heads=8", "mode=simulate", "logger=none"]
-    assert main(["method=group_cast", "cluster=h100_ndr400", *shape, option]) == 2
+    kv_heads = "kv_heads=1" if "latent_dim" in option else "kv_heads=8"
+    shape = ["gpus=8", "seqlen=4k", "heads=8", kv_heads, "mode=simulate", "logger=none"]
+    assert main(["method=group_cast", "cluster=h100_ndr400", *shape, *option.split()]) == 2
     assert said in capsys.readouterr().err
 
 

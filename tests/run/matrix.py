@@ -31,6 +31,12 @@ def variants(n: int) -> list[Case]:
     return [Case(n=n, method="ring"), *meshes, *placed, *searched, *lean, *gathers]
 
 
+WHOLE = (("qo_comm", False), ("slices", 1))
+TRADES = (("inner", 1), ("qo_comm", True), ("slices", 1))
+SLICED = (("inner", 1), ("qo_comm", False), ("slices", 2))
+"""How group_cast sends rows, and in what slices of the heads."""
+
+
 def others(n: int) -> list[Case]:
     """Every method but ring, all_gather, tasp and mesh with whole heads, in every variant. u ranks split 2u heads."""
     cases = [Case(n=n, method=method) for method in ("striped", "zigzag", "pass_q", "hybrid_cp", "dcp", "helix")]
@@ -52,10 +58,11 @@ def others(n: int) -> list[Case]:
         ]
         cast = [stages for stages in (1, 2, 4) if stages == 1 or stages < n // u]
         cases += [
-            Case(n=n, method="group_cast", heads=2 * u, options=(("ulysses", u), ("stages", stages), ("inner", near)))
+            Case(n=n, method="group_cast", heads=2 * u, options=(("ulysses", u), ("stages", stages), *how))
             for near in divisors(n // u)
             for stages in cast
             if near == 1 or stages <= max(n // u // near - 1, 1)
+            for how in ((("inner", near), *WHOLE), *([TRADES] * (near == 1 and u < n)), *([SLICED] * (near == 1)))
         ]
         inner = [w for w in divisors(n // u) if w < n // u or u == n]
         cases += [Case(n=n, method="loongtrain", heads=2 * u, options=(("ulysses", u), ("inner", w))) for w in inner]

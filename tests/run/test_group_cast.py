@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from sp_bench import account
 from sp_bench.lower import GLOO
 from sp_bench.plan.costs import COMPUTE_BOUND
-from sp_bench.plan.documents import Documents, Packed, Window
+from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.method import PHASES
 from tests.run import jobs
-from tests.run.matrix import assert_exact, everything
+from tests.run.matrix import TRADES, assert_exact, everything
 from tests.support.attention_cases import DTYPES, Case
 from tests.support.marks import exhaustive
 from tests.support.packs import packs
@@ -45,6 +45,14 @@ def test_whole_sequences(ranks: Ranks, n: int) -> None:
 @given(pack=packs(cached=True), n=st.sampled_from([2, 3, 4, 5, 6, 8]), turn=st.integers(0, 5))
 def test_any_pack(ranks: Ranks, pack: Packed, n: int, turn: int) -> None:
     assert_exact(ranks, cases_of(n, turn, pack)[turn % 4 :: 4])
+
+
+def test_ranks_without_tokens_send_and_return_nothing(ranks: Ranks) -> None:
+    """Of queries that travel none come back to them, and they still have an output to exchange."""
+    packs = Documents((3, 1)), Chunked((1, 1, 1, 1), causal=False)
+    cases = [case for pack in packs for case in cases_of(6, 0, pack) if {*TRADES} <= {*case.options}]
+    assert len(cases) > 4
+    assert_exact(ranks, cases)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16])

@@ -1,10 +1,10 @@
-"""Casts of rows: how even their work is, rows sent and rows needed, bytes to other nodes, queries that would travel."""
+"""Casts of rows: how even their work is, rows sent and rows needed, bytes to other nodes, queries that travel."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +16,11 @@ from sp_bench.analysis.studies.documents import places
 from sp_bench.analysis.studies.documents.places import TOKENS, asked
 from sp_bench.analysis.table import Cell
 from sp_bench.methods import build
-from sp_bench.plan.casts import Gathering, casts
+from sp_bench.methods.ulysses import LANE
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import rows_in
+from sp_bench.plan.travel import EVEN
 from sp_bench.point.request import Request
+from sp_bench.records import Record
 
 DATA = "magi_attention"
 CAST_GPUS = (64, 256)
@@ -28,13 +29,10 @@ EARLIER = ("usp", "ulysses_all_gather")
 RELAYED_GPUS = (16, 32, 64)
 KEY_HEADS = (8, 1)
 NODE = places.NODE
-TRAVELLING = ((64, 8), (64, 64), (64, 1))
-"""Query and key heads."""
-TRAVEL_GPUS, DEGREES = 64, (1, 8)
-EVEN = 1.05
-"""The most that the busiest GPU may have over the mean."""
+TRAVELLING = ((8, 1), (16, 1), (16, 8), (64, 1), (64, 8))
+"""GPUs, and how many of them split the heads of a chunk."""
+TRAVEL_KEY_HEADS = (64, 8)
 SEEN = formula("rows-seen", "keys that a query of another chunk sees, by the mask", "plan.pack_blocks.keys_seen")
-FEWER = formula("rows-travel", "of each pair of chunks the lesser of its keys and its queries", "plan.casts")
 
 
 def even(runs: Runs) -> Section:
@@ -68,59 +66,37 @@ def relayed(runs: Runs) -> Section:
 
 
 def travels(runs: Runs) -> Section:
-    """Bytes saved where queries travel to the keys instead, if each pair of chunks takes the lesser."""
+    """Bytes of rows and the step, where keys alone travel and where the queries of some pairs of chunks do."""
     rows: list[list[Cell]] = []
-    for degree in DEGREES:
-        problem = _problem(TRAVEL_GPUS, degree)
-        pairs = _pairs(problem)
-        for heads, kv_heads in TRAVELLING:
-            figures = _travelling(problem, pairs, heads, max(kv_heads, degree))
-            rows.append([heads, kv_heads, degree, *(computed(value, FEWER) for value in figures)])
-    return section("documents.travels", data=DATA, gpus=TRAVEL_GPUS, even=EVEN, rows=rows)
+    for (gpus, degree), kv_heads in product(TRAVELLING, TRAVEL_KEY_HEADS):
+        ways = ({"qo_comm": qo_comm, "ulysses": degree, "inner": 1, "slices": 1} for qo_comm in (False, True))
+        keys, both = (runs.ask([_with_key_heads(gpus, kv_heads, **way)])[0] for way in ways)
+        saved = [_saved(keys, both, phase) for phase in ("forward", "backward")]
+        steps = [step_ms(record) for record in (keys, both)]
+        work = of_record(both, "work_imbalance")
+        rows.append([gpus, degree, kv_heads, *saved, work, *steps, steps[1].over(steps[0])])
+    heads, most_saved = places.SETTING["heads"], most([row[4] for row in rows if isinstance(row[4], Number)])
+    return section("documents.travels", data=DATA, heads=heads, even=EVEN, saved=most_saved, rows=rows)
+
+
+def _saved(keys: Record, both: Record, phase: str) -> Number:
+    """The share of the bytes of rows, %, that isn't sent where queries travel."""
+    each = (
+        sum(size for lane, size in (record.comm_bytes_by_lane or {}).items() if _of_rows(lane, phase))
+        for record in (keys, both)
+    )
+    before, after = each
+    return computed(100 * (before - after) / before if before else 0.0, *step_ms(both).sources)
+
+
+def _of_rows(lane: str, phase: str) -> bool:
+    of_phase, _, name = lane.partition("/")
+    return of_phase == phase and not name.startswith(LANE)
 
 
 def _with_key_heads(gpus: int, kv_heads: int, **keys: Any) -> Point:
     pack = {"mask": "document", "data": DATA, "seqlen": f"{TOKENS * gpus}k"}
     return point(method="group_cast", gpus=gpus, **pack, **{**places.SETTING, "kv_heads": kv_heads}, **keys)
-
-
-class _Pairs(NamedTuple):
-    """Rows of each pair of other chunks, (chunks, chunks) by query and key chunk."""
-
-    keys: np.ndarray
-    """Keys that a query of the pair sees."""
-    queries: np.ndarray
-    """Queries that see a key."""
-
-
-def _pairs(problem: Problem) -> _Pairs:
-    of_rows, keys = casts(problem), casts(problem).counts.copy()
-    np.fill_diagonal(keys, 0)
-    queries = np.zeros_like(keys)
-    wanted = [Gathering(int(q), (int(kv),)) for q, kv in np.argwhere(keys)]
-    of_rows.find(wanted)
-    for q, (kv,), _ in wanted:
-        queries[q, kv] = rows_in(region.q for region in of_rows.keys(q, (kv,)).regions)
-    return _Pairs(keys, queries)
-
-
-def _travelling(problem: Problem, pairs: _Pairs, heads: int, kv_heads: int) -> tuple[float, float, float]:
-    """(% of the bytes of rows that is saved, the busiest chunk's work over the mean; % saved while that is at most
-    EVEN, where pairs that save most move first, as far as there is room).
-
-    Of a key, K and V come and go backward with dK and dV; of a query, Q goes and O comes, and backward Q, dO and dQ.
-    """
-    by_keys, by_queries = 6 * kv_heads * pairs.keys, 5 * heads * pairs.queries
-    gain, chunks = np.maximum(by_keys - by_queries, 0), len(pairs.keys)
-    work = np.asarray(problem.blocks.pairs).reshape(chunks, chunks)
-    computes = np.where(gain > 0, 0, work).sum(axis=1) + np.where(gain > 0, work, 0).sum(axis=0)
-    busy, room, kept = work.sum(axis=1), EVEN * work.sum() / chunks, 0
-    for pair in np.argsort(-gain, axis=None, kind="stable")[: int((gain > 0).sum())]:
-        q, kv = divmod(int(pair), chunks)
-        if busy[kv] + work[q, kv] <= room:
-            busy[q], busy[kv], kept = busy[q] - work[q, kv], busy[kv] + work[q, kv], kept + gain[q, kv]
-    saved, balanced = (100 * float(each) / float(by_keys.sum()) for each in (gain.sum(), kept))
-    return saved, float(computes.max() / computes.mean()), balanced
 
 
 def _problem(gpus: int, degree: int) -> Problem:

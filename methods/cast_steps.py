@@ -1,0 +1,230 @@
+"""Steps of methods that cast rows: which stage's rows arrive while which blocks are computed.
+
+A stage is the chunks, by how far their owners are, whose rows come together. The rank's own rows come first, which need
+no transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+from sp_bench.plan import (
+    DOQ,
+    Attend,
+    AttendBackward,
+    Chunk,
+    Fold,
+    Gathered,
+    Grid,
+    GroupCast,
+    GroupReduce,
+    Op,
+    RowSums,
+    Steps,
+)
+
+Stages = Sequence[tuple[int, ...]]
+
+
+def cast_rows(steps: Steps, q: Chunk, kv: Chunk, o: Chunk, stages: Stages) -> None:
+    """Step s computes with the rows of stage s, the rank's own first, while those of stage s + 1 arrive."""
+    each = [(0,), *stages]
+    for s, members in enumerate(each):
+        steps.next()
+        if s < len(stages):
+            steps.do(GroupCast("kv", kv, each[s + 1], q))
+        steps.do(Gathered(tuple(Attend(q, kv.at(u), o) for u in members)))
+
+
+def cast_rows_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk, stages: Stages) -> None:
+    """As cast_rows; gradients of stage s go home while stage s + 1 is computed, and are added after it."""
+    each, arrived = [(0,), *stages], list[Fold]()
+    for s, members in enumerate(each):
+        steps.next()
+        if s < len(stages):
+            steps.do(GroupCast("kv", kv, each[s + 1], odoq))
+        steps.do(Gathered(tuple(AttendBackward(odoq, kv.at(u), dq, dkv.at(u)) for u in members)))
+        if s:
+            steps.do(*arrived[-1:], GroupReduce("dkv", dkv, members, odoq, s))
+            arrived.append(Fold(dkv.arriving(s), dkv))
+    if arrived:
+        steps.next()
+        steps.do(arrived[-1])
+
+
+def cast_slices(
+    steps: Steps,
+    q: Sequence[Chunk],
+    kv: Sequence[Chunk],
+    o: Sequence[Chunk],
+    stages: Stages,
+    bring: Callable[[int], list[Op]],
+    take_back: Callable[[int], list[Op]],
+) -> None:
+    """As cast_rows, for slices of the heads: `bring` and `take_back` have what comes before a slice and after it.
+
+    Of slices with the same keys, the rank's own and the last stage's blocks are computed one slice after another, while
+    the next is brought and the one before goes back. Other stages are computed for all of them at once.
+    """
+    each, parts = [(0,), *stages], len(q) // len(kv)
+    steps.next()
+    steps.do(*bring(0))
+    for keys, s in product(range(len(kv)), range(len(each))):
+        alike, one_by_one = range(keys * parts, (keys + 1) * parts), s in (0, len(stages))
+        for some in [[i] for i in alike] if one_by_one else [[*alike]]:
+            steps.next()
+            if not s and some[0] + 1 < len(q):
+                steps.do(*bring(some[0] + 1))
+            if some[0] == alike[0] and s < len(stages):
+                steps.do(GroupCast("kv", kv[keys], each[s + 1], q[some[0]]))
+            steps.do(Gathered(tuple(Attend(q[i], kv[keys].at(u), o[i]) for i in some for u in each[s])))
+            if s == len(stages):
+                steps.do(*take_back(some[0]))
+
+
+def cast_slices_backward(
+    steps: Steps,
+    odoq: Sequence[Chunk],
+    kv: Sequence[Chunk],
+    dq: Sequence[Chunk],
+    dkv: Sequence[Chunk],
+    stages: Stages,
+    bring: Callable[[int], list[Op]],
+    take_back: Callable[[int], list[Op]],
+    take_back_keys: Callable[[int], list[Op]],
+) -> None:
+    """As cast_slices, but the rank's own blocks come last: gradients of the last stage's rows go home while they are
+    computed (MagiAttention's option to hide the tail of the reduction).
+    """
+    each, parts = [*stages, (0,)], len(odoq) // len(kv)
+    for keys in range(len(kv)):
+        alike, due = range(keys * parts, (keys + 1) * parts), list[Op]()
+        steps.next()
+        steps.do(*(GroupCast("kv", kv[keys], stage, odoq[alike[0]]) for stage in stages[:1]))
+        for i in alike:
+            steps.do(*bring(i))
+        for s, members in enumerate(each):
+            for some in [[*alike]] if s < len(stages) else [[i] for i in alike]:
+                steps.next()
+                if s + 1 < len(stages):
+                    steps.do(GroupCast("kv", kv[keys], stages[s + 1], odoq[alike[0]]))
+                pairs = ((i, kv[keys].at(u), dkv[keys].at(u)) for i in some for u in members)
+                steps.do(Gathered(tuple(AttendBackward(odoq[i], x, dq[i], dx) for i, x, dx in pairs)))
+                if s == len(stages):
+                    steps.do(*take_back(some[0]))
+            steps.do(*due)
+            due = []
+            if s < len(stages):
+                steps.do(GroupReduce("dkv", dkv[keys], members, odoq[alike[0]], s + 1))
+                due = [Fold(dkv[keys].arriving(s + 1), dkv[keys])]
+        steps.do(*take_back_keys(keys))
+
+
+def trade_rows(steps: Steps, q: Chunk, kv: Chunk, o: Chunk, stages: Stages) -> None:
+    """As cast_rows, but of some pairs of chunks the queries go to the keys (plan.travel). Their blocks come first in a
+    stage, so that the outputs go home while its other blocks are computed, and are merged a step later.
+    """
+    each, arrived = [(0,), *stages], list[Fold]()
+    for s, members in enumerate(each):
+        steps.next()
+        if s < len(stages):
+            steps.do(
+                GroupCast("q", q, each[s + 1], kv, pairs="queries"),
+                GroupCast("kv", kv, each[s + 1], q, pairs="keys"),
+            )
+        if s:
+            steps.do(
+                Gathered(tuple(Attend(q.at(u), kv, o.at(u)) for u in members), "queries"),
+                GroupReduce("o", o, members, kv, s, pairs="queries"),
+            )
+        steps.do(Gathered(tuple(Attend(q, kv.at(u), o) for u in members), "keys"), *arrived[-1:])
+        if s:
+            arrived.append(Fold(o.arriving(s), o))
+    if arrived:
+        steps.next()
+        steps.do(arrived[-1])
+
+
+def trade_rows_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk, stages: Stages) -> None:
+    """As trade_rows; doq travels, and the gradients of both kinds of rows go home."""
+    each, arrived = [(0,), *stages], [list[Op]()]
+    doq = odoq._replace(tensor=DOQ.by_heads if odoq.tensor.is_by_heads else DOQ)
+    if stages:
+        steps.next()
+        steps.do(RowSums((odoq,), doq))
+    for s, members in enumerate(each):
+        steps.next()
+        if s < len(stages):
+            steps.do(
+                GroupCast("q", doq, each[s + 1], kv, pairs="queries"),
+                GroupCast("kv", kv, each[s + 1], odoq, pairs="keys"),
+            )
+        if s:
+            steps.do(
+                Gathered(tuple(AttendBackward(doq.at(u), kv, dq.at(u), dkv) for u in members), "queries"),
+                GroupReduce("dq", dq, members, kv, s, pairs="queries"),
+            )
+        steps.do(Gathered(tuple(AttendBackward(odoq, kv.at(u), dq, dkv.at(u)) for u in members), "keys"))
+        if s:
+            steps.do(*arrived[-1], GroupReduce("dkv", dkv, members, odoq, s, pairs="keys"))
+            arrived.append([Fold(dq.arriving(s), dq), Fold(dkv.arriving(s), dkv)])
+    if arrived[-1]:
+        steps.next()
+        steps.do(*arrived[-1])
+
+
+def relay_rows(steps: Steps, q: Chunk, kv: Chunk, o: Chunk, stages: Stages) -> None:
+    """cast_rows in two levels: `stages` has other nodes by their distance, and the rank's own node comes before them.
+
+    While step s computes, rows of step s + 1 are passed on inside the node, and those of step s + 2 cross.
+    """
+    relayed = _Relayed(kv, stages)
+    for s, members in enumerate(relayed.members):
+        steps.next()
+        steps.do(*relayed.casts(s, kv, q), Gathered(tuple(Attend(q, kv.at(u), o) for u in members)))
+
+
+def relay_rows_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk, stages: Stages) -> None:
+    """As relay_rows; gradients are added in the node, a step later cross, and a step later are added to the rank's."""
+    relayed, due = _Relayed(kv, stages), dict[int, list[Op]]()
+    for s, members in enumerate(relayed.members):
+        steps.next()
+        blocks = Gathered(tuple(AttendBackward(odoq, kv.at(u), dq, dkv.at(u)) for u in members))
+        steps.do(*relayed.casts(s, kv, odoq), blocks, *due.pop(s, ()))
+        for own in relayed.owns[s]:
+            here = dkv.at(own)
+            steps.do(GroupReduce("dkv", here, relayed.beside(own), odoq))
+            due.setdefault(s + 1, []).append(Fold(here.arriving(), here))
+        if across := relayed.across[s]:
+            due[s + 1].append(GroupReduce("outer dkv", dkv, across, odoq, s))
+            due.setdefault(s + 2, []).append(Fold(dkv.arriving(s), dkv))
+    for s in sorted(due):
+        steps.next()
+        steps.do(*due[s])
+
+
+class _Relayed:
+    """The members of each step, the rank's own first and then those of its node, and how their rows come."""
+
+    def __init__(self, kv: Chunk, stages: Stages) -> None:
+        assert isinstance(kv.home, Grid)
+        self._size = size = kv.home.inner.size
+        self.across = [(), (), *(tuple(size * away for away in stage) for stage in stages)]
+        """By step, the chunks whose rows cross to this rank."""
+        self.owns = [(), (0,), *self.across[2:]]
+        """By step, the chunks of which it passes rows on to its neighbours."""
+        self.members = [(0,), self.beside(0), *(self._with(across) for across in self.across[2:])]
+
+    def beside(self, own: int) -> tuple[int, ...]:
+        """The chunks whose rows come from neighbours, that these have as `own`."""
+        return tuple(range(own + 1, own + self._size))
+
+    def casts(self, s: int, kv: Chunk, queries: Chunk) -> list[GroupCast]:
+        """The casts that begin with step s."""
+        crossing, passed = (each[s + ahead : s + ahead + 1] for each, ahead in ((self.across, 2), (self.owns, 1)))
+        found = [GroupCast("outer kv", kv, members, queries) for members in crossing]
+        return found + [GroupCast("kv", kv.at(own), self.beside(own), queries) for owns in passed for own in owns]
+
+    def _with(self, across: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(u + place for u in across for place in range(self._size))
