@@ -19,9 +19,11 @@ import sp_bench
 from sp_bench.methods import REGISTRY
 
 ROOT = Path(__file__).parents[1]
-READERS = ["sp_bench/check.py", "sp_bench/account.py", "sp_bench/draw.py"]
+READERS = ["sp_bench/draw.py"]
 READERS += [
-    str(path.relative_to(ROOT)) for room in ("simulate", "records") for path in (ROOT / "sp_bench" / room).glob("*.py")
+    str(path.relative_to(ROOT))
+    for room in ("account", "check", "simulate", "records")
+    for path in (ROOT / "sp_bench" / room).glob("*.py")
 ]
 
 

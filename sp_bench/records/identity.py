@@ -16,8 +16,8 @@ from sp_bench.machine import cores_here, cpu_model, gpus_and_driver
 from sp_bench.resources import place
 
 SIMULATED_CODE = (
-    *("plan", "methods", "lower", "cluster", "labs", "simulate", "workload", "point"),
-    *("account.py", "check.py", "packing.py", "reading.py", "records/workloads.py"),
+    *("plan", "methods", "lower", "cluster", "labs", "simulate", "workload", "point", "account", "check"),
+    *("packing.py", "reading.py", "records/workloads.py"),
 )
 """Folders and files of the package that compute and name a simulated point, with the data that stands in them."""
 MEASURED_CODE = (*SIMULATED_CODE, "kernels", "measure", "peers", "run", "launch.py", "machine.py", "termination.py")

@@ -65,7 +65,7 @@ def ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ids:
         ("reading.py", True, True),
         ("simulate/flows.py", True, True),
         ("methods/mesh.py", True, True),
-        ("account.py", True, True),
+        ("account/sent.py", True, True),
         ("kernels/fold.py", False, True),
         ("run/executor.py", False, True),
         ("measure/pool.py", False, True),

@@ -24,7 +24,7 @@ COUNTED = {
     name: formula(
         f"{name}-plan-work",
         f"(query, key) pairs of the blocks that the forward plan of {label} gives each rank in each step",
-        f"methods/{name}.py, sp_bench/account.py",
+        f"methods/{name}.py, sp_bench/account/sent.py",
     )
     for name, label in NAMES.items()
 }
