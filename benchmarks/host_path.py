@@ -274,7 +274,7 @@ def compared(before: Path, methods: Sequence[str] = OF_BLOCKS, ranks: Sequence[i
 def _medians(rounds: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
     """The rows of several processes as one: the median of each number."""
     for of_row in zip(*rounds, strict=True):
-        lists = {key: [found[key] for found in of_row] for key in of_row[0]}
+        lists = {key: [row[key] for row in of_row] for key in of_row[0]}
         yield {
             key: [median(each) for each in zip(*values, strict=True)] if isinstance(values[0], list) else values[0]
             for key, values in lists.items()

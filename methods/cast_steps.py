@@ -223,8 +223,8 @@ class _Relayed:
     def casts(self, s: int, kv: Chunk, queries: Chunk) -> list[GroupCast]:
         """The casts that begin with step s."""
         crossing, passed = (each[s + ahead : s + ahead + 1] for each, ahead in ((self.across, 2), (self.owns, 1)))
-        found = [GroupCast("outer kv", kv, members, queries) for members in crossing]
-        return found + [GroupCast("kv", kv.at(own), self.beside(own), queries) for owns in passed for own in owns]
+        between = [GroupCast("outer kv", kv, members, queries) for members in crossing]
+        return between + [GroupCast("kv", kv.at(own), self.beside(own), queries) for owns in passed for own in owns]
 
     def _with(self, across: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(u + place for u in across for place in range(self._size))

@@ -257,7 +257,7 @@ def reasons(found: Answer) -> list[str]:
     lines = ["", "Not possible:", *lines] if lines else []
     if found.hopeless:
         names = ", ".join(f"{name} {_ms(least_ms)} ms" for name, least_ms in found.hopeless.items())
-        lines += ["", f"Not simulated, as they take at least so long (every_method=true does): {names}."]
+        lines += ["", f"Not simulated, as they take about so long or longer (every_method=true does): {names}."]
     return lines
 
 

@@ -66,7 +66,8 @@ class Answer:
     refused: dict[str, str] = field(default_factory=dict)
     """The reason, by method."""
     hopeless: dict[str, float] = field(default_factory=dict)
-    """Methods that are not simulated, as they can't be fast: the least milliseconds of a step, by method."""
+    """Methods that are not simulated, as they can't be fast: the least milliseconds of a step, by method, of a bound or of
+    an estimate by few ranks (simulate.least_s)."""
 
     @property
     def tied(self) -> list[Feasible]:
@@ -118,35 +119,37 @@ def answer(
     `mapped` is map, or that of `workers`, which simulates several methods at a time.
     Raises RequestError for a question that no method can serve, and for unknown keys.
     """
-    answered = _found(question, every, partial(answers, memory_bytes=memory_bytes, mapped=mapped, done=done), mapped)
+    answered = _worth_simulating(
+        question, every, partial(answers, memory_bytes=memory_bytes, mapped=mapped, done=done), mapped
+    )
     if not answered.feasible:
         reasons = list(answered.refused.values())
         raise RequestError(" ".join(question.overrides), "no method can serve it", f"the first says: {reasons[0]}")
     return answered
 
 
-def _found(question: Question, every: bool, answered: Callable[..., list[Answer]], mapped: Map) -> Answer:
+def _worth_simulating(question: Question, every: bool, answered: Callable[..., list[Answer]], mapped: Map) -> Answer:
     """The answer of the methods that are worth simulating."""
 
     def of(names: Sequence[str], limit_ms: float = math.inf) -> Answer:
-        (found,) = answered([question._replace(methods=names)], limit_ms=limit_ms)
-        return found
+        (answer,) = answered([question._replace(methods=names)], limit_ms=limit_ms)
+        return answer
 
     least_ms = {} if every else _least_ms(question, mapped)
     if not least_ms:
         return of(question.methods)
     names = sorted(question.methods, key=lambda name: least_ms.get(name, math.inf))
-    found, others = of(names[:AT_FIRST]), names[AT_FIRST:]
-    firsts = [some[0].time for some in (found.tied, found.tied_validated) if some]
+    advised, others = of(names[:AT_FIRST]), names[AT_FIRST:]
+    firsts = [some[0].time for some in (advised.tied, advised.tied_validated) if some]
     limit_ms = HOPELESS * max((time.high_ms or time.step_ms for time in firsts), default=math.inf)
-    found.hopeless = {name: least_ms[name] for name in others if least_ms.get(name, 0.0) > limit_ms}
+    advised.hopeless = {name: least_ms[name] for name in others if least_ms.get(name, 0.0) > limit_ms}
     # Slow methods have most to simulate: they go first, so that no process waits for the last of them.
-    if hopeful := [name for name in reversed(others) if name not in found.hopeless]:
+    if hopeful := [name for name in reversed(others) if name not in advised.hopeless]:
         rest = of(hopeful, limit_ms)
-        found.refused |= rest.refused
-        found.hopeless |= rest.hopeless
-        found.feasible = sorted([*found.feasible, *rest.feasible], key=_step_ms)
-    return found
+        advised.refused |= rest.refused
+        advised.hopeless |= rest.hopeless
+        advised.feasible = sorted([*advised.feasible, *rest.feasible], key=_step_ms)
+    return advised
 
 
 def _least_ms(question: Question, mapped: Map) -> dict[str, float]:

@@ -168,11 +168,11 @@ class Casts:
     def _counts_of(self, of: Gathering) -> np.ndarray:
         """How many rows a block's queries, or the neighbours that it relays for, see of each member: (members,)."""
         members = np.array(of.members)
-        found = self.counts[of.queries, members]
+        counts = self.counts[of.queries, members]
         if of.relays > 1:
             relayed = np.array([of.relays_for(member) > 1 for member in of.members])
-            found = np.where(relayed, self.counts_for(of.relays)[of.queries, members], found)
-        return found
+            counts = np.where(relayed, self.counts_for(of.relays)[of.queries, members], counts)
+        return counts
 
     def _lying(self, of: Gathering) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """The runs of positions that a block has of its key chunks, all of one if it is its own, and how many positions
@@ -200,9 +200,9 @@ class Casts:
         chunk, start, stop = _in_runs(self.key_runs)
         counts = np.bincount(chunk, minlength=self.chunks)
         place = chunk, np.arange(chunk.size) - np.repeat(np.cumsum(counts) - counts, counts)
-        found = np.zeros((2, self.chunks, int(counts.max())), np.int64)
-        found[0][place], found[1][place] = start, stop - start
-        return found[0], found[1]
+        runs = np.zeros((2, self.chunks, int(counts.max())), np.int64)
+        runs[0][place], runs[1][place] = start, stop - start
+        return runs[0], runs[1]
 
     def works(
         self, queries: np.ndarray, members: np.ndarray, relays: int = 1, *, forward: bool

@@ -140,15 +140,15 @@ class _Rows:
         """The first row whose flows those of a row meet, itself among them, given the link and times of each hop."""
         hops, before_s = np.arange(links.size), self._left_s[links]
         self._place[links] = hops
-        found = row if np.any(self._place[links] != hops) else None  # two of its own are on one link
+        first = row if np.any(self._place[links] != hops) else None  # two of its own are on one link
         meets = joined_s < before_s * (1 - SAME_INSTANT)
         self._before[row] = links, before_s
         if meets.any():
-            found, there_s = self._first_after(links[meets], joined_s[meets])
-            self._before[found:] = [(slice(None), there_s), *[None] * (row - found)]
-            self._first_of[row] = found
+            first, there_s = self._first_after(links[meets], joined_s[meets])
+            self._before[first:] = [(slice(None), there_s), *[None] * (row - first)]
+            self._first_of[row] = first
         np.maximum.at(self._left_s, links, left_s)
-        return found
+        return first
 
     def _first_after(self, links: np.ndarray, joined_s: np.ndarray) -> tuple[int, np.ndarray]:
         """The first row of which a flow leaves one of some links after a time, at which another joins it, and when
@@ -170,9 +170,9 @@ class _Rows:
         tasks, timing = self._tasks(*rows), self.timing
         graph, given_s = self._after(tasks)
         size = tasks.stop - tasks.start
-        found = solve(graph)
-        timing.start_s[tasks] = np.maximum(found.start_s[:size], given_s)
-        timing.finish_s[tasks] = found.finish_s[:size]
+        timing_of_rows = solve(graph)
+        timing.start_s[tasks] = np.maximum(timing_of_rows.start_s[:size], given_s)
+        timing.finish_s[tasks] = timing_of_rows.finish_s[:size]
         for row in range(rows.last, rows.first - 1, -1):
             if before := self._before[row]:
                 self._left_s[before[0]] = before[1]
@@ -200,7 +200,7 @@ class _Rows:
         counts = np.bincount(owner, minlength=size + both.size)
         delay_s = np.concatenate([graph.delay_s[tasks] + np.where(waits, 0.0, given_s), given_s[both]])
         crossed = slice(hops[0], hops[-1])
-        found = replace(
+        rows_graph = replace(
             graph,
             delay_s=delay_s,
             flow_bytes=np.concatenate([graph.flow_bytes[tasks], 0 * more]),
@@ -212,4 +212,4 @@ class _Rows:
             rate_cap=np.concatenate([graph.rate_cap[tasks], np.inf * more]),
             weight=np.concatenate([graph.weight[tasks], more]),
         )
-        return found, given_s
+        return rows_graph, given_s
