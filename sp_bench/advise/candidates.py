@@ -66,8 +66,8 @@ class Answer:
     refused: dict[str, str] = field(default_factory=dict)
     """The reason, by method."""
     hopeless: dict[str, float] = field(default_factory=dict)
-    """Methods that are not simulated, as they can't be fast: the least milliseconds of a step, by method, of a bound or of
-    an estimate by few ranks (simulate.least_s)."""
+    """Methods that are not simulated, as they can't be fast: the least milliseconds of a step by method, of a bound
+    or of an estimate by few ranks (simulate.least_s)."""
 
     @property
     def tied(self) -> list[Feasible]:
