@@ -41,6 +41,12 @@ class Sum(NamedTuple):
     """Whether it may be a part of a kernel's result (lower.staging.read_together)."""
     is_output: bool = False
     """Whether it is folded with its statistics; gradients are added."""
+    empty: bool = False
+    """Whether there are no such tokens."""
+    run: range | None = None
+    """`rows` where they are a run of tokens."""
+    indices: Tensor | None = None
+    """`rows` where they are not."""
 
     @property
     def alike(self) -> _Alike:
@@ -76,22 +82,18 @@ class Sums:
         rows, summed = range(tokens) if rows is None else rows, chunk not in self._unsummed
         shapes = tuple(problem.field_shape(field, tokens) for field in fields)
         dtype = getattr(torch, problem.accumulate_dtype if summed else problem.dtype)
-        whole = isinstance(rows, range) and len(rows) == tokens
-        return Sum(chunk, rows, whole, shapes, dtype, summed, chunk in self._together, chunk.tensor.is_output)
+        run, indices = (rows, None) if isinstance(rows, range) else (None, rows)
+        whole = run is not None and len(run) == tokens
+        stays, is_output = chunk in self._together, chunk.tensor.is_output
+        return Sum(chunk, rows, whole, shapes, dtype, summed, stays, is_output, len(rows) == 0, run, indices)
 
     def of_rows(self, chunk: Chunk, rows: Rows, tokens: int) -> Sum:
         """A sum of so many rows of several chunks together, held under one of them, for results of some of these."""
         shapes = tuple(self._problem.field_shape(field, tokens) for field in chunk.tensor.fields)
-        whole = isinstance(rows, range) and len(rows) == tokens
-        return Sum(
-            chunk,
-            rows,
-            whole,
-            shapes,
-            getattr(torch, self._problem.accumulate_dtype),
-            True,
-            is_output=chunk.tensor.is_output,
-        )
+        dtype, is_output = getattr(torch, self._problem.accumulate_dtype), chunk.tensor.is_output
+        run, indices = (rows, None) if isinstance(rows, range) else (None, rows)
+        whole = run is not None and len(run) == tokens
+        return Sum(chunk, rows, whole, shapes, dtype, True, False, is_output, len(rows) == 0, run, indices)
 
 
 class Partials:
@@ -120,9 +122,9 @@ class Partials:
 
     def add_output(self, into: Sum, out: Tensor, lse: Tensor) -> None:
         """Fold (out_BSHD, lse_BHS) of some tokens of a chunk into its accumulator."""
-        total, rows = self._held.get(into.chunk), into.rows
-        if total is None and isinstance(rows, range):
-            self._held[into.chunk] = self._begun(into, rows, (out, lse))
+        total, run, indices = self._held.get(into.chunk), into.run, into.indices
+        if total is None and run is not None:
+            self._held[into.chunk] = self._begun(into, run, (out, lse))
             return
         assert into.summed, _no_sum(into)
         into_out, into_lse = total or self.get(into.chunk)
@@ -131,9 +133,9 @@ class Partials:
             return
         here_out, here_lse = self._cut(into, (into_out, into_lse) if total is None else total)
         self._fold(here_out, here_lse, out, lse)
-        if not isinstance(rows, range):  # these were copies
-            into_out.index_copy_(1, rows, here_out)
-            into_lse.index_copy_(2, rows, here_lse)
+        if indices is not None:  # these were copies
+            into_out.index_copy_(1, indices, here_out)
+            into_lse.index_copy_(2, indices, here_lse)
 
     def add_sinks(self, into: Sum, scores: Tensor) -> None:
         """Let every row of a chunk's output see one more key, whose value is 0 and whose scores are these: (H,), or
@@ -148,17 +150,17 @@ class Partials:
 
     def add_gradients(self, into: Sum, gradients: Tensors) -> None:
         """Add gradients_BSHD of some tokens of a chunk to its accumulator."""
-        total, rows = self._held.get(into.chunk), into.rows
-        if total is None and isinstance(rows, range):
-            self._held[into.chunk] = self._begun(into, rows, gradients)
+        total, run, indices = self._held.get(into.chunk), into.run, into.indices
+        if total is None and run is not None:
+            self._held[into.chunk] = self._begun(into, run, gradients)
             return
         assert into.summed, _no_sum(into)
         total = total or self.get(into.chunk)
-        if isinstance(rows, range):
+        if indices is None:
             add_(total if into.whole else self._cut(into, total), gradients, self._fused)
             return
         for x, gradient in zip(total, gradients, strict=True):
-            x.index_add_(1, rows, gradient.to(x.dtype))
+            x.index_add_(1, indices, gradient.to(x.dtype))
 
     def add_block_gradients(self, dq: Tensor, of_q: Sum, dkv: Tensors, of_kv: Sum) -> None:
         """`add_gradients` of all that a block has: in one kernel on CUDA, casts included, where queries and keys have
@@ -259,7 +261,7 @@ class Partials:
         """Fold a peer's partial of some tokens of a chunk into its accumulator."""
         # It lies in a receive buffer, so unlike a block's result it can't become the accumulator.
         total = self._sum(into)
-        if not part[0].numel():  # no rows have come, but others count on the sum
+        if into.empty:  # no rows have come, but others count on the sum
             return
         if not into.is_output:
             if into.whole:
@@ -267,7 +269,7 @@ class Partials:
             else:
                 self.add_gradients(into, part)
             return
-        if not into.whole and not isinstance(into.rows, range):
+        if into.run is None:
             self.add_output(into, *part)
             return
         out, lse = total if into.whole else self._cut(into, total)
@@ -310,7 +312,7 @@ class Partials:
 
     def _cut(self, into: Sum, total: Tensors) -> Tensors:
         """Some tokens of an accumulator: a view of a run of them, a copy of others."""
-        if self._fused is None or not isinstance(into.rows, range):
+        if self._fused is None or into.run is None:
             return tuple([tokens_of(x, into.rows) for x in total])
         known = self._cuts.get(id(into))
         if known is None or known[0] is not total:

@@ -154,8 +154,8 @@ def gated(spec: Spec, spoiled: tuple[str, int] | None = None, with_: float = 0.0
     def spoiling(method: str, names: tuple[str, ...]) -> Any:
         right = getattr(AtenCpu, method)
 
-        def wrong(self: AtenCpu, *arguments: Any) -> tuple[Tensor, ...]:
-            results = right(self, *arguments)
+        def wrong(self: AtenCpu, *arguments: Any, **given: Any) -> tuple[Tensor, ...]:
+            results = right(self, *arguments, **given)
             if spoiled and spoiled[0] in names:
                 results[names.index(spoiled[0])][:, :, spoiled[1]] = with_
             return results
@@ -172,8 +172,8 @@ def measured_with_a_kernel_wrong_from(spec: Spec, tokens: int, name: str) -> tup
     method = next(method for method, results in names.items() if name in results)
     right = getattr(AtenCpu, method)
 
-    def wrong(self: AtenCpu, *arguments: Any) -> tuple[Tensor, ...]:
-        results = right(self, *arguments)
+    def wrong(self: AtenCpu, *arguments: Any, **given: Any) -> tuple[Tensor, ...]:
+        results = right(self, *arguments, **given)
         results[names[method].index(name)][:, tokens:] *= 1.01
         return results
 
