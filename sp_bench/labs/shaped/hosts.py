@@ -112,6 +112,7 @@ class ShapedHosts:
 
     def _join(self) -> None:
         """In the switches' namespace: make the switches and all cables."""
+        _without_ipv6()
         hosts, links, shapes = self._hosts, [], []
         below = hosts.hosts_per_leaf or len(self._places)
         leaves = range(-(-len(self._places) // below))
@@ -128,9 +129,24 @@ class ShapedHosts:
                 shapes += [self._shape(f"{end}{leaf}", hosts.uplink_bytes_per_s) for end in ("up", "down")]
         _batch("ip", links)
         _batch("tc", shapes)
+        _batch("bridge", self._routes(below, len(leaves)))
+
+    def _routes(self, below: int, leaves: int) -> list[str]:
+        """The port of each switch that leads to each host: a switch that has to learn it floods all ports before, which
+        may be more packets at once than the kernel queues.
+        """
+        ways = []
+        for host in range(len(self._places)):
+            leaf = host // below
+            ports = [f"port{host}"]
+            if self._hosts.uplink_bytes_per_s and leaves > 1:
+                ports += [f"down{leaf}", *(f"up{other}" for other in range(leaves) if other != leaf)]
+            ways += [f"fdb replace {_hardware_address(host)} dev {port} master static" for port in ports]
+        return ways
 
     def _bring_up(self, host: int) -> None:
         """In a host's namespace: set up TCP, addresses and the shape of its traffic."""
+        _without_ipv6()
         for name, value in IPV4.items():
             Path("/proc/sys/net/ipv4", name).write_text(value)
         lines = ["link set dev lo up", f"link set dev {LINK} {self._packets()} up"]
@@ -174,7 +190,7 @@ def _refuse(hosts: Hosts) -> None:
     """Raise RequestError for a system or figures that no hosts can be made with."""
     if sys.platform != "linux":
         raise RequestError("cluster.hosts", "hosts are made on Linux only", "mode=simulate would work")
-    for tool in ("ip", "tc"):
+    for tool in ("ip", "tc", "bridge"):
         if not shutil.which(tool):
             would = "the package iproute2, or mode=simulate, would work"
             raise RequestError("cluster.hosts", f"hosts are made with {tool}, which is not in PATH", would)
@@ -195,6 +211,14 @@ def _not_allowed(error: OSError) -> RequestError:
     return RequestError("cluster.hosts", f"hosts can't be made with this user's rights ({why})", would)
 
 
+def _without_ipv6() -> None:
+    """In a new namespace: every host would tell all others of its groups, and crowd out packets."""
+    for scope in ("default", "all"):
+        setting = Path("/proc/sys/net/ipv6/conf", scope, "disable_ipv6")
+        if setting.exists():
+            setting.write_text("1")
+
+
 def _cable(end: str, other_end: str) -> str:
     return f"link add name {end} mtu {MTU_BYTES} type veth peer name {other_end} mtu {MTU_BYTES}"
 
@@ -205,7 +229,7 @@ def _hardware_address(host: int) -> str:
 
 
 def _batch(tool: str, lines: Sequence[str]) -> None:
-    """Run lines of ip or tc. Raises RequestError if the kernel lacks a feature, PermissionError without the rights."""
+    """Run lines of ip, tc or bridge. Raises RequestError where the kernel lacks a feature, or PermissionError."""
     done = subprocess.run([tool, "-batch", "-"], input="\n".join(lines), text=True, capture_output=True)
     if done.returncode:
         said = f"{tool}: {' '.join(done.stderr.split())}"

@@ -66,7 +66,7 @@ def test_ranks_that_run_already_get_no_hosts() -> None:
         resolve(composer.compose(POINT), Launch.planned(4))
 
 
-@pytest.mark.parametrize(("there", "missing"), [([], "ip"), (["ip"], "tc")])
+@pytest.mark.parametrize(("there", "missing"), [([], "ip"), (["ip"], "tc"), (["ip", "tc"], "bridge")])
 def test_a_missing_tool_is_named(there: list[str], missing: str, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()

@@ -182,7 +182,6 @@ def test_all_of_many_hosts_reach_each_other() -> None:
         for own, sender in zip(addresses, sockets, strict=True):
             for address in addresses:
                 sender.sendto(b"here", (address, port))
-            # Nothing sends a datagram again: few are underway at a time, whatever the kernel's queues hold.
             assert {receiver.recvfrom(8)[1][0] for receiver in sockets} == {own}
 
 
@@ -252,7 +251,8 @@ def test_figures_that_no_link_can_have_are_refused(figures: dict[str, float], me
 def test_what_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With a tc that can't shape, as a kernel without tbf has it."""
     before = seen_from_outside()
-    (tmp_path / "ip").symlink_to(shutil.which("ip") or "")
+    for tool in ("ip", "bridge"):
+        (tmp_path / tool).symlink_to(shutil.which(tool) or "")
     (tmp_path / "tc").write_text("#!/bin/sh\necho 'Error: Specified qdisc kind is unknown.' >&2\nexit 1\n")
     (tmp_path / "tc").chmod(0o755)
     with monkeypatch.context() as patch:
