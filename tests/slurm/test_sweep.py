@@ -264,10 +264,17 @@ def test_tasks_that_do_not_run(box: SlurmBox, tmp_path: Path, capsys: pytest.Cap
             urgent = ["--partition=urgent", "--exclusive", f"--nodelist={node}", "--output=/dev/null", "--wrap=true"]
             box.run("sbatch", *urgent)
         wait_for(lambda: not run.running(), "them to be preempted")
-        time.sleep(3)  # the scheduler looks at the drained node's again
-        capsys.readouterr()
-        assert main(["status", str(run.folder)]) == 0
-        said = capsys.readouterr().out
+        said = ""
+
+        def is_settled() -> bool:
+            """Whether accounting knows of the preempted task, and the scheduler has looked at the drained node's."""
+            nonlocal said
+            capsys.readouterr()
+            assert main(["status", str(run.folder)]) == 0
+            said = capsys.readouterr().out
+            return "2 failed" in said and "UnavailableNodes:n3" in said
+
+        wait_for(is_settled, "status to say so")
     finally:
         box.run("scontrol", "update", "nodename=n3", "state=resume")
     print(said)
