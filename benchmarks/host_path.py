@@ -178,7 +178,7 @@ class _NoRing:
         return k, v
 
     def wait(self) -> None:
-        """Do nothing."""
+        """Return at once: nothing was sent."""
 
 
 class Times(NamedTuple):
@@ -205,7 +205,7 @@ def times(mine: Callable[[Action], None], theirs: Callable[[Action], None], acti
 
 
 def measured(name: str, n: int) -> dict[str, Any]:
-    """What is known of a method on a rank of n: times in microseconds, by block or transfer, and counts."""
+    """The times of a method on a rank of n in microseconds, by block or transfer, and counts."""
     with stubbed(n // 2 + 1, n):
         step, loop = PlanStep(name, n), TheirStep(name, n)
         counts = {phase: (step.count(Block, phase), step.count(Transfer, phase)) for phase in PHASES}
@@ -255,13 +255,13 @@ def compared(before: Path, methods: Sequence[str] = OF_BLOCKS, ranks: Sequence[i
         rule = "has no folder sp_bench"
         raise RequestError(f"before={before}", rule, "the folder of a checkout, as git worktree add makes, would work")
     asked = [f"methods={','.join(methods)}", f"ranks={','.join(map(str, ranks))}", "json=true"]
-    here = Path(__file__).resolve().parent.parent
-    of_each: dict[Path, list[list[dict[str, Any]]]] = {before: [], here: []}
+    own = Path(__file__).resolve().parent.parent
+    of_each: dict[Path, list[list[dict[str, Any]]]] = {before: [], own: []}
     with tempfile.TemporaryDirectory() as folder:
         for path in before.resolve().iterdir():
-            (Path(folder) / path.name).symlink_to((here if path.name == "benchmarks" else before.resolve()) / path.name)
+            (Path(folder) / path.name).symlink_to((own if path.name == "benchmarks" else before.resolve()) / path.name)
         for _ in range(ROUNDS):
-            for checkout, root in ((before, folder), (here, str(here))):
+            for checkout, root in ((before, folder), (own, str(own))):
                 done = subprocess.run(
                     [sys.executable, "-m", "benchmarks.host_path", *asked], cwd=root, text=True,
                     env=os.environ | {"PYTHONPATH": root}, stdout=subprocess.PIPE, check=True,

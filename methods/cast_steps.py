@@ -128,11 +128,7 @@ def trade_rows(steps: Steps, q: Chunk, kv: Chunk, o: Chunk, stages: Stages) -> N
     each, arrived = [(0,), *stages], list[Fold]()
     for s, members in enumerate(each):
         steps.next()
-        if s < len(stages):
-            steps.do(
-                GroupCast("q", q, each[s + 1], kv, pairs="queries"),
-                GroupCast("kv", kv, each[s + 1], q, pairs="keys"),
-            )
+        steps.do(*_traded(q, kv, each[s + 1 : s + 2]))
         if s:
             steps.do(
                 Gathered(tuple(Attend(q.at(u), kv, o.at(u)) for u in members), "queries"),
@@ -155,11 +151,7 @@ def trade_rows_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Ch
         steps.do(RowSums((odoq,), doq))
     for s, members in enumerate(each):
         steps.next()
-        if s < len(stages):
-            steps.do(
-                GroupCast("q", doq, each[s + 1], kv, pairs="queries"),
-                GroupCast("kv", kv, each[s + 1], odoq, pairs="keys"),
-            )
+        steps.do(*_traded(doq, kv, each[s + 1 : s + 2], odoq))
         if s:
             steps.do(
                 Gathered(tuple(AttendBackward(doq.at(u), kv, dq.at(u), dkv) for u in members), "queries"),
@@ -172,6 +164,18 @@ def trade_rows_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Ch
     if arrived[-1]:
         steps.next()
         steps.do(*arrived[-1])
+
+
+def _traded(travelling: Chunk, kv: Chunk, stages: Stages, queries: Chunk | None = None) -> list[GroupCast]:
+    """The casts of both kinds of rows for some stages: what travels of queries, and the keys that `queries` see."""
+    return [
+        cast
+        for members in stages
+        for cast in (
+            GroupCast("q", travelling, members, kv, pairs="queries"),
+            GroupCast("kv", kv, members, queries or travelling, pairs="keys"),
+        )
+    ]
 
 
 def relay_rows(steps: Steps, q: Chunk, kv: Chunk, o: Chunk, stages: Stages) -> None:
@@ -193,9 +197,9 @@ def relay_rows_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Ch
         blocks = Gathered(tuple(AttendBackward(odoq, kv.at(u), dq, dkv.at(u)) for u in members))
         steps.do(*relayed.casts(s, kv, odoq), blocks, *due.pop(s, ()))
         for own in relayed.owns[s]:
-            here = dkv.at(own)
-            steps.do(GroupReduce("dkv", here, relayed.beside(own), odoq))
-            due.setdefault(s + 1, []).append(Fold(here.arriving(), here))
+            sums = dkv.at(own)
+            steps.do(GroupReduce("dkv", sums, relayed.beside(own), odoq))
+            due.setdefault(s + 1, []).append(Fold(sums.arriving(), sums))
         if across := relayed.across[s]:
             due[s + 1].append(GroupReduce("outer dkv", dkv, across, odoq, s))
             due.setdefault(s + 2, []).append(Fold(dkv.arriving(s), dkv))

@@ -102,12 +102,12 @@ def _sums_kernel(
     d = tl.arange(0, HEAD_DIM).to(tl.int64)
     cells = (s < tokens)[:, None] & (d < head_dim)[None, :]
     at = s - first
-    there = cells & ((at >= 0) & (at < part_tokens))[:, None]
+    given = cells & ((at >= 0) & (at < part_tokens))[:, None]
     into_at = b * into_b + h * into_h + s[:, None] * into_s + d[None, :] * into_d
     part_at = b * part_b + h * part_h + at[:, None] * part_s + d[None, :] * part_d
     for i in tl.static_range(RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         if z // batch == i:
-            x = tl.load(parts[i] + part_at, mask=there, other=0.0).to(tl.float32)
+            x = tl.load(parts[i] + part_at, mask=given, other=0.0).to(tl.float32)
             if (ADDS >> i) % 2:
                 x += tl.load(intos[i] + into_at, mask=cells, other=0.0)
             tl.store(intos[i] + into_at, x, mask=cells)
@@ -267,6 +267,7 @@ def sums_fused_(into: Sequence[Tensor], parts: Sequence[Tensor], *, added: int, 
     Returns False, with nothing done, unless all are alike in shapes, strides and dtypes. Raises ValueError for sums of
     other dtypes.
     """
+    # `_key`'s, without its call: this is launched for every block.
     given, device = (tuple(into), tuple(parts)), into[0].get_device()
     of_each = [(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (*into, *parts)]
     key = (SUMS, added, first, device, *of_each)

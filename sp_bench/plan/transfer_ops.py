@@ -17,20 +17,12 @@ mask, the layout and the number of heads decide which are which (plan.travel).""
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Send one chunk to the rank `shift` ahead in `group` while receiving one from the rank `shift` behind.
-
-    In an Exchange, a rank that is its own partner sends nothing and copies the chunk.
-    """
+class _OfOneChunk:
+    """A transfer that sends one chunk and receives another."""
 
     lane: str
     send: Chunk
     recv: Chunk
-    group: Group | Exchange
-    shift: int
-    against: Chunk | None = None
-    """Send only the rows that see this KV chunk: the receiver's, if `send` is a query chunk; the sender's, if it is a
-    partial. None sends all rows."""
 
     @property
     def stream(self) -> str:
@@ -43,6 +35,20 @@ class Pass:
     @property
     def writes(self) -> tuple[Chunk, ...]:
         return (self.recv,)
+
+
+@dataclass(frozen=True)
+class Pass(_OfOneChunk):
+    """Send one chunk to the rank `shift` ahead in `group` while receiving one from the rank `shift` behind.
+
+    In an Exchange, a rank that is its own partner sends nothing and copies the chunk.
+    """
+
+    group: Group | Exchange
+    shift: int
+    against: Chunk | None = None
+    """Send only the rows that see this KV chunk: the receiver's, if `send` is a query chunk; the sender's, if it is a
+    partial. None sends all rows."""
 
     @property
     def tensor(self) -> Tensor:
@@ -72,7 +78,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class AllToAll:
+class AllToAll(_OfOneChunk):
     """An all-to-all in a group, from tokens to heads (q -> q_h) or back (o_h -> out).
 
     From tokens to heads, every rank gets its own heads of all members' tokens; with fewer key heads than ranks, each
@@ -80,24 +86,9 @@ class AllToAll:
     head from several ranks are summed.
     """
 
-    lane: str
-    send: Chunk
-    recv: Chunk
     group: Group
     by_messages: bool = False
     """Whether it is a message to each member instead of the library's all-to-all."""
-
-    @property
-    def stream(self) -> str:
-        return self.lane
-
-    @property
-    def reads(self) -> tuple[Chunk, ...]:
-        return (self.send,)
-
-    @property
-    def writes(self) -> tuple[Chunk, ...]:
-        return (self.recv,)
 
     @property
     def tensor(self) -> Tensor:

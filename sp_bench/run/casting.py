@@ -107,14 +107,14 @@ class Casting(GroupTransfers):
         rows = self._rows[op]
         return self._split(op, self._buffers(index), rows.held if isinstance(op, GroupCast) else rows.of_others)
 
-    def _together(self, op: RowCollective, buffers: Tensors, here: _Rows) -> list[tuple[torch.Tensor, Tensors]]:
+    def _together(self, op: RowCollective, buffers: Tensors, rows: _Rows) -> list[tuple[torch.Tensor, Tensors]]:
         """(rows of the rank's own chunk, what others have of them): all at once, if one batch entry allows it.
 
         Statistics lie by head, and outputs are merged one after another where several members have the same row.
         """
         if self._problem.batch == 1 and not op.tensor.has_statistics:
-            return [(here.owned, self._split(op, buffers, [sum(here.of_others)])[0])]
-        parts = list(zip(here.owned.split(here.of_others), self._split(op, buffers, here.of_others), strict=True))
+            return [(rows.owned, self._split(op, buffers, [sum(rows.of_others)])[0])]
+        parts = list(zip(rows.owned.split(rows.of_others), self._split(op, buffers, rows.of_others), strict=True))
         return [part for part in parts if part[0].numel()] or parts[:1]
 
     def _split(self, op: RowCollective, buffers: Tensors, counts: Sequence[int]) -> list[Tensors]:

@@ -80,20 +80,21 @@ class Sums:
         problem, fields = self._problem, chunk.tensor.fields
         tokens = problem.field_tokens(fields[0], int(chunk.owner(self._rank)))
         rows, summed = range(tokens) if rows is None else rows, chunk not in self._unsummed
-        shapes = tuple(problem.field_shape(field, tokens) for field in fields)
-        dtype = getattr(torch, problem.accumulate_dtype if summed else problem.dtype)
-        run, indices = (rows, None) if isinstance(rows, range) else (None, rows)
-        whole = run is not None and len(run) == tokens
-        stays, is_output = chunk in self._together, chunk.tensor.is_output
-        return Sum(chunk, rows, whole, shapes, dtype, summed, stays, is_output, len(rows) == 0, run, indices)
+        return self._sum(chunk, rows, tokens, problem.accumulate_dtype if summed else problem.dtype, summed=summed)
 
     def of_rows(self, chunk: Chunk, rows: Rows, tokens: int) -> Sum:
         """A sum of so many rows of several chunks together, held under one of them, for results of some of these."""
+        return self._sum(chunk, rows, tokens, self._problem.accumulate_dtype, summed=True)
+
+    def _sum(self, chunk: Chunk, rows: Rows, tokens: int, dtype: str, *, summed: bool) -> Sum:
+        """The sum of so many tokens for results of some `rows` of them."""
         shapes = tuple(self._problem.field_shape(field, tokens) for field in chunk.tensor.fields)
-        dtype, is_output = getattr(torch, self._problem.accumulate_dtype), chunk.tensor.is_output
         run, indices = (rows, None) if isinstance(rows, range) else (None, rows)
         whole = run is not None and len(run) == tokens
-        return Sum(chunk, rows, whole, shapes, dtype, True, False, is_output, len(rows) == 0, run, indices)
+        stays, is_output = chunk in self._together, chunk.tensor.is_output
+        return Sum(
+            chunk, rows, whole, shapes, getattr(torch, dtype), summed, stays, is_output, len(rows) == 0, run, indices
+        )
 
 
 class Partials:

@@ -83,9 +83,8 @@ class Windows:
         """
         kernel, takes, together, latents = self._with_keys(q_chunk, windows, take)
         bound = [
-            (take_q, take_kv, self._forward_of(kernel, w), into)
+            (*self._sides(q_chunk, o, w.q, queries), take_kv, self._forward_of(kernel, w))
             for w, take_kv in zip(windows, takes, strict=True)
-            for take_q, into in (self._sides(q_chunk, o, w.q, queries),)
         ]
         timed = self._timed
         kv, make = (keys, _nothing_made) if isinstance(keys, Chunk) else (None, keys)
@@ -103,7 +102,7 @@ class Windows:
                 run.lap(KERNELS)
                 run.see(c, *of_kv)
                 del c
-            for take_q, take_kv, compute, into in bound:
+            for take_q, into, take_kv, compute in bound:
                 (q,) = take_q(held, of_q) if take_q else of_q
                 k, v = take_kv(held, of_kv) if take_kv else of_kv
                 if timed:
@@ -153,15 +152,8 @@ class Windows:
         of_keys: list[Rows] = [together.rows] if together else [window.kv for window in windows]
         into_keys = [self._sums.at(dkv, rows) for rows in of_keys] if dkv is not None else []
         bound = [
-            (
-                number,
-                take_q,
-                take_kv,
-                self._gradients_of(kernel, w),
-                into,
-            )
+            (number, *self._sides(q_chunk, dq_chunk, w.q, queries), take_kv, self._gradients_of(kernel, w))
             for number, (w, take_kv) in enumerate(zip(windows, takes, strict=True))
-            for take_q, into in (self._sides(q_chunk, dq_chunk, w.q, queries),)
         ]
         timed = self._timed
 
@@ -184,7 +176,7 @@ class Windows:
                 of_kv = together.made(c_and_none[0])
                 of_made = together.sums(of_kv)
                 run.lap(KERNELS)
-            for number, take_q, take_kv, compute, into in bound:
+            for number, take_q, into, take_kv, compute in bound:
                 q, out, dout, lse = take_q(held, of_q) if take_q else of_q
                 k, v = take_kv(held, of_kv) if take_kv else of_kv
                 if timed:
@@ -235,7 +227,7 @@ class Windows:
         return take
 
     def _take_queries(self, chunk: Chunk, rows: Rows) -> Take | None:
-        """`_take` of a chunk of queries, of which most blocks read the same rows: these are cut once."""
+        """`take` of a chunk of queries, of which most blocks read the same rows: these are cut once."""
         take = self.take(chunk, rows)
         if take is None or not isinstance(rows, range):
             return take

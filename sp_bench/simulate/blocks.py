@@ -163,12 +163,11 @@ class BlockCosts:
         """
         if not op.brought[0].index:
             return 0
-        tensors = [op.brought[0].tensor]
-        if op.pairs == "queries":
-            tensors.append(op.writes[0].tensor)
-            tensors += [] if op.forward else [DO.by_heads]  # the O that has its row sums is made of dO
-        else:
-            tensors += [] if op.forward else tensors
+        came = op.brought[0].tensor
+        if op.pairs == "queries":  # backward, the O that has its row sums is made of dO
+            tensors = [came, op.writes[0].tensor, *([] if op.forward else [DO.by_heads])]
+        else:  # dKV, too
+            tensors = [came] * (1 if op.forward else 2)
         return sum(self._problem.token_bytes(field, wire=False) for tensor in tensors for field in tensor.fields)
 
     def _find_gathered_folds_s(self, index: int, op: Gathered) -> np.ndarray:

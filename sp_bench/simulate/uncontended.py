@@ -56,7 +56,7 @@ class _Rows:
         self._graph, self._width, tasks = graph, width, graph.delay_s.size
         self.rows = tasks // width
         self.timing = Timing(start_s=np.empty(tasks), finish_s=np.empty(tasks))
-        self._deps, self._hops = graph.dep_start[::width].tolist(), graph.path_start[::width].tolist()
+        self._deps = graph.dep_start[::width].tolist()
         links = graph.link_bytes_per_s.size
         self._left_s, self._before = np.zeros(links), list[tuple[np.ndarray | slice, np.ndarray] | None]()
         """When they leave, and of each row, which links its flows cross and when others had left these before it. The

@@ -242,7 +242,7 @@ def test_slices_send_as_much_and_hold_less_that_is_packed(u: int, slices: int, p
 
 @pytest.mark.parametrize(("node", "inner"), [(2, {1, 2}), (4, {1, 4}), (8, {1}), (3, {1})])
 def test_levels_are_the_nodes_of_the_cluster(node: int, inner: set[int]) -> None:
-    """Of 8 GPUs in nodes of as many; of one node there are no levels, nor of nodes that don't divide the ranks."""
+    """8 GPUs in nodes of as many: one node has no levels, nor have nodes that don't divide the ranks."""
     pack = Documents((96, 5, 40, 3, 112))
     method = build("group_cast", {"ulysses": 1, "stages": 1})
     problem = Problem(n=8, seqlen=256, heads=8, kv_heads=8, head_dim=16, mask=pack, layout=method.layout_of(pack, 8))

@@ -23,7 +23,7 @@ ASKED = ("gpus=8", "seqlen=16k", "mode=simulate")
 
 @pytest.mark.parametrize("name", BY_BLOCKS)
 def test_every_pair_of_chunks_is_a_block_of_its_own(name: str) -> None:
-    """Where a method says so; and ranks then compute at least what these blocks take, in every variant."""
+    """Ranks compute at least what these blocks take, in every variant of a method that says so."""
     request = point(f"method={name}", *ASKED)
     assert isinstance(request.method, Method)
     for variant in variants(request, [request.method]):

@@ -144,8 +144,8 @@ def test_rows_of_a_sum_that_was_sent_are_not_kept(fused: Fused) -> None:
 
 
 def test_gradients_that_differ_have_launches_of_their_own(fused: Fused) -> None:
-    """Of fewer key heads, as of Llama, and of one that lies in memory in another order; and sums that nothing is added
-    to stay as they came.
+    """With fewer key heads, as Llama has them, and with one that lies in memory in another order. Sums that nothing is
+    added to stay as they came.
     """
     problem = replace(small(2, causal=False, dtype="bfloat16"), kv_heads=2)
     plan = fitting(of_each_name(all_methods(problem), turn=0)[0], problem).plans["backward"]

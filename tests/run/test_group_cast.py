@@ -48,7 +48,7 @@ def test_any_pack(ranks: Ranks, pack: Packed, n: int, turn: int) -> None:
 
 
 def test_ranks_without_tokens_send_and_return_nothing(ranks: Ranks) -> None:
-    """Of queries that travel none come back to them, and they still have an output to exchange."""
+    """No queries come back to them where these travel, and they still have an output to exchange."""
     packs = Documents((3, 1)), Chunked((1, 1, 1, 1), causal=False)
     cases = [case for pack in packs for case in cases_of(6, 0, pack) if {*TRADES} <= {*case.options}]
     assert len(cases) > 4

@@ -72,7 +72,7 @@ def test_a_flow_meets_one_that_began_long_before_others_on_its_link() -> None:
 
 @pytest.mark.parametrize("network", ["one node", "shared NICs", "nodes"])
 def test_plans_are_worked_out_as_by_events(network: str) -> None:
-    """Of methods whose flows meet never, in their collectives alone, and all the time."""
+    """Methods whose flows meet never, in their collectives alone, and all the time."""
     p = split_problem(8, "zigzag", causal=True)
     for name, options in (("mesh", {"tile": (2, 4)}), ("startrail", {"team": 2}), ("usp", {}), ("ring", {})):
         method = build(name, options).candidates(p)[0]
