@@ -348,8 +348,10 @@ class DeviceCosts:
         `share` of the chunk's. The first fold only writes the accumulator, all of it; if it has all rows and the dtypes
         are equal, as they are without `summed`, the partial becomes the accumulator at no cost. An implementation that
         merges by several kernels (Implementation.fold_bytes_per_element) moves more, and more again where the rows are
-        `sliced` out of the chunk.
+        `sliced` out of the chunk. One that doesn't merge (Implementation.merges) moves nothing.
         """
+        if not self.implementation.merges:
+            return 0.0
         moved, unfused = 0, self.implementation.fold_bytes_per_element
         if unfused is not None:
             unfused = share * (unfused + sliced * self.implementation.slice_bytes_per_element)
@@ -370,6 +372,8 @@ class DeviceCosts:
         in the wire dtype. It is one kernel for outputs, and two for each gradient: the rank's own place is set to zero,
         and added with the others.
         """
+        if not self.implementation.merges:
+            return 0.0
         fields = sum(problem.width(field) > 0 for field in tensor.fields)
         launches, more = (1, 1) if tensor.is_output else (2 * fields, 3)
         moved = (parts + more) * sum(problem.field_bytes(field, wire=True) for field in tensor.fields)
@@ -381,6 +385,8 @@ class DeviceCosts:
 
         `share` is that of the chunk's rows.
         """
+        if not self.implementation.merges:
+            return 0.0
         moved = 0
         for field in tensor.fields:
             held = problem.field_dtype(field, wire=False, summed=summed)

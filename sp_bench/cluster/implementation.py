@@ -24,6 +24,9 @@ class Implementation(Section, frozen=True, kw_only=True):
     """Bytes on top where a block has a part of the rows alone: their sum is written back into the whole."""
     joins_blocks: bool = False
     """Whether blocks of one query chunk with nothing to wait for between them are one kernel call, merged once."""
+    merges: bool = True
+    """Whether partial outputs are merged and gradients added. A benchmark whose kernels overwrite one buffer does
+    neither; its outputs are not those of attention."""
     merges_at_once: bool = False
     """Whether all partials that a reduce-scatter brings are merged by one kernel, and packed by one for each dtype."""
     adds_narrow: bool = False

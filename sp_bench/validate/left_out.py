@@ -17,7 +17,7 @@ import yaml
 from sp_bench.point import resolve
 from sp_bench.point.backing import Kind, kind_of
 from sp_bench.point.choose import choose
-from sp_bench.resources import place
+from sp_bench.resources import conf_content, conf_files, place
 
 FITS = place("analysis/published/fits.yaml")
 ROUNDS = 3
@@ -67,6 +67,9 @@ class LeftOut:
             if not _concerns(fit, row, config):
                 continue
             section = _section(without_fit, fit)
+            if "cluster" in fit:
+                section.clear()
+                section.update(_section(_cluster(fit["cluster"]), fit))
             for path, value in fit.get("points", {}).items():
                 *above, last = path.split(".")
                 place = reduce(lambda at, key: at[key], above, section)
@@ -121,6 +124,12 @@ def _concerns(fit: Mapping[str, Any], row: Mapping[str, str], config: Mapping[st
 
 def _copy(config: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(config))  # which makes the tokens of rates text, as the paths of fits have them
+
+
+def _cluster(name: str) -> dict[str, Any]:
+    """The config of a cluster of the suite's, as _copy has it."""
+    files = conf_files("cluster")
+    return _copy({"cluster": conf_content(files[name], files)})
 
 
 def _section(config: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:

@@ -212,6 +212,7 @@ def fitted(_: Runs) -> Section:
     for index, fit in enumerate(fits()):
         figures = [f"{path} (without: {value:g})" for path, value in fit.get("points", {}).items()]
         figures += [f"{table} (without: x {factor:g})" for table, factor in fit.get("scale", {}).items()]
+        figures += [f"all (without: those of {fit['cluster']})"] if "cluster" in fit else []
         again = [_again(without, index, phase) for phase in PHASES if "scale" in fit]
         left = "; ".join(filter(None, again)) or "the figure without it: no other source has measured this"
         rows.append([", ".join(fit["clusters"]), fit["key"], ", ".join(figures), fit["source"], fit["why"], left])
