@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from sp_bench.plan.groups import Grid, Group
-from sp_bench.plan.ops import Block, Chunk, Gathered, Plan, keep
+from sp_bench.plan.ops import Block, Chunk, Gathered, Place, Plan, keep
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.travel import travel
@@ -74,10 +74,10 @@ def block_classes(plan: Plan, problem: Problem) -> BlockClasses:
     """
     known, numbering = _CACHE.setdefault(plan, {}), problem.blocks.numbering
     apart = [index for index, op in plan if isinstance(op, Gathered) and op.pairs != "all"]
-    if apart and problem not in known:
-        keep(known, problem, _without_others(_find(plan, problem), plan, apart, problem))
-    elif numbering not in known and not apart:
+    if numbering not in known:
         known[numbering] = _find(plan, problem)
+    if apart and problem not in known:
+        keep(known, problem, _without_others(known[numbering], plan, apart, problem))
     return known[problem if apart else numbering]
 
 
@@ -89,23 +89,18 @@ def _without_others(classes: BlockClasses, plan: Plan, apart: Sequence[int], pro
         op = plan.ops[index]
         assert isinstance(op, Gathered)
         travels = travel(problem, forward=op.forward).queries.travels
-        for row, block in enumerate(op.blocks, classes.first[index]):
-            of_pairs = travels[block.q.owner(ranks) // degree, block.kv.owner(ranks) // degree]
-            of[row, of_pairs != (op.pairs == "queries")] = nothing
+        q, kv = (_owners([getattr(block, x).place for block in op.blocks], ranks) // degree for x in ("q", "kv"))
+        rows = of[classes.first[index] : classes.first[index] + len(op.blocks)]
+        rows[travels[q, kv] != (op.pairs == "queries")] = nothing
     return BlockClasses(classes.first, of, nothing)
 
 
 def _find(plan: Plan, problem: Problem) -> BlockClasses:
     """Chunks have few places, so that each place's owners are found once."""
-    ranks, owners = np.arange(plan.n, dtype=np.int32), list[np.ndarray]()
-    numbers: dict[tuple[Group | Grid, int], int] = {}
+    numbers = dict[Place, int]()
 
     def number(chunk: Chunk) -> int:
-        place = chunk.home, chunk.index
-        if place not in numbers:
-            numbers[place] = len(owners)
-            owners.append(chunk.owner(ranks))
-        return numbers[place]
+        return numbers.setdefault(chunk.place, len(numbers))
 
     first, pairs = dict[int, int](), list[tuple[int, int]]()
     for index, op in plan:
@@ -115,11 +110,21 @@ def _find(plan: Plan, problem: Problem) -> BlockClasses:
     of = np.empty((len(pairs), plan.n), np.min_scalar_type(max(problem.blocks.classes - 1, 0)))
     if not pairs:
         return BlockClasses(first, of)
-    owner, both = np.stack(owners), np.array(pairs)
+    owner, both = _owners([*numbers], np.arange(plan.n, dtype=np.int32)), np.array(pairs)
     for start in range(0, len(pairs), BLOCKS_AT_ONCE):
         q, kv = both[start : start + BLOCKS_AT_ONCE].T
         of[start : start + BLOCKS_AT_ONCE] = problem.blocks.of(owner[q], owner[kv])
     return BlockClasses(first, of)
+
+
+def _owners(places: Sequence[Place], ranks: np.ndarray) -> np.ndarray:
+    """The owners of some places on some ranks: (places, ranks)."""
+    each, homes = np.empty((len(places), ranks.size), ranks.dtype), dict[Group | Grid, list[int]]()
+    for row, place in enumerate(places):
+        homes.setdefault(place.home, []).append(row)
+    for home, rows in homes.items():
+        each[rows] = home.member(ranks, np.array([places[row].index for row in rows], ranks.dtype)[:, None])
+    return each
 
 
 def of_held_keys(plan: Plan, problem: Problem) -> frozenset[Chunk]:

@@ -86,12 +86,20 @@ def most_rows(op: RowCollective, problem: Problem, *, sent: bool) -> int:
 def _most_rows(found: Casts | QueryCasts, own: Place, members: tuple[int, ...], n: int, degree: int, held: bool) -> int:
     # Rows that a rank holds are those of each member; those that it owns, each member's whose #u it is.
     ranks, rows, like = np.arange(n), np.zeros(n, int), GroupCast("", Chunk(KV, own.index, own.home), members, _ANY)
-    for u in members:
-        chunk, holder = like.own.at(u), ranks if held else _holder(like, ranks, u)
-        rows += found.counts_for(relays(chunk))[holder // degree, chunk.owner(holder) // degree]
+    for start in range(0, len(members), MEMBERS_AT_ONCE):
+        some = like.of_members[start : start + MEMBERS_AT_ONCE]
+        shifts = np.array([like.shift(u) for u in members[start : start + len(some)]])[:, None]
+        holders = np.broadcast_to(ranks if held else like.group.member(ranks, -shifts), (len(some), n))
+        owners = own.home.member(holders, np.array([chunk.index for chunk in some])[:, None])
+        relayed = np.array([relays(chunk) for chunk in some])
+        for count in np.unique(relayed).tolist():
+            of = relayed == count
+            rows += found.counts_for(count)[holders[of] // degree, owners[of] // degree].sum(axis=0)
     return int(rows.max())
 
 
+MEMBERS_AT_ONCE = 512
+"""Few enough that a number for each of them on all ranks fits a cache."""
 _ANY = Chunk(Q, 0, Group(1, 1))
 
 

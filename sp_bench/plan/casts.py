@@ -7,8 +7,8 @@ neighbouring keys, whoever sent them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.pack_blocks import runs_of_chunks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import Regions, by_keys, rows_in
+from sp_bench.plan.sighted import in_runs
 
 
 class Segments(NamedTuple):
@@ -34,6 +35,8 @@ class Segments(NamedTuple):
     """The chunk that owns each segment."""
     row: np.ndarray
     """The first position as a row of its chunk."""
+    by_owner: np.ndarray
+    """The order of the segments by owner and position."""
 
 
 class Keys(NamedTuple):
@@ -86,11 +89,19 @@ class Casts:
     whole: bool = False
     """Whether the mask is of a whole sequence, causal or not: one document."""
     without: np.ndarray | None = None
-    """Pairs of chunks that are left out: (chunks, chunks), by query and key chunk. None leaves out none."""
+    """Pairs of chunks that are left out (`leaving_out`)."""
     _keys: dict[Gathering, Keys] = field(default_factory=dict, init=False, repr=False)
     _works: dict[Gathering, tuple[Work, Work]] = field(default_factory=dict, init=False, repr=False)
     _relayed: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False, repr=False)
     _kinds: dict[bytes, Gathering] = field(default_factory=dict, init=False, repr=False)
+
+    def leaving_out(self, pairs: np.ndarray) -> Casts:
+        """The casts of all other pairs of chunks: (chunks, chunks), by query and key chunk."""
+        others = replace(self, whole=False, without=pairs)
+        others.__dict__["counts"] = np.where(pairs, 0, self.counts)
+        for name in ("key_runs", "query_runs", "_segments", "_of_owner", "_seen"):  # the same of any pairs
+            others.__dict__[name] = getattr(self, name)
+        return others
 
     @cached_property
     def counts(self) -> np.ndarray:
@@ -118,7 +129,7 @@ class Casts:
 
     def _counted(self, seen: np.ndarray) -> np.ndarray:
         counts, segments = np.zeros((len(seen), self.chunks), np.int64), self._segments
-        order = np.argsort(segments.owner, kind="stable")
+        order = segments.by_owner
         first = np.flatnonzero(np.diff(segments.owner[order], prepend=-1))
         tokens = seen[:, order] * segments.tokens[order].astype(np.int32)
         counts[:, segments.owner[order][first]] = np.add.reduceat(tokens, first, axis=1)
@@ -197,7 +208,7 @@ class Casts:
     @cached_property
     def _neighbours(self) -> tuple[np.ndarray, np.ndarray]:
         """The runs of neighbouring keys of every chunk, filled up with empty ones: (start, tokens), (chunks, runs)."""
-        chunk, start, stop = _in_runs(self.key_runs)
+        chunk, start, stop = in_runs(self.key_runs)
         counts = np.bincount(chunk, minlength=self.chunks)
         place = chunk, np.arange(chunk.size) - np.repeat(np.cumsum(counts) - counts, counts)
         runs = np.zeros((2, self.chunks, int(counts.max())), np.int64)
@@ -251,59 +262,47 @@ class Casts:
         return [Runs(runs.start + self.ahead, runs.stop + self.ahead, runs.step) for runs in each]
 
     def _segments_of(self, queries: int, keys: int, relays: int) -> np.ndarray:
-        seen = self._seen[queries] if relays == 1 else self._for(relays)[0][queries // relays]
         indices = self._of_owner[keys]
+        if self.without is not None and self.without[queries, keys]:
+            return indices[:0]
+        seen = self._seen[queries] if relays == 1 else self._for(relays)[0][queries // relays]
         return indices[seen[indices]]
 
     @cached_property
     def _of_owner(self) -> list[np.ndarray]:
         """The segments of each key chunk, ascending."""
-        order = np.argsort(self._segments.owner, kind="stable")
+        order = self._segments.by_owner
         return np.split(order, np.searchsorted(self._segments.owner[order], np.arange(1, self.chunks)))
 
     @cached_property
     def _intervals(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The chunk of each run of queries, and the run of keys that they see: (chunk, first, stop)."""
-        chunk, start, stop = _in_runs(self.query_runs)
+        chunk, start, stop = in_runs(self.query_runs)
         return chunk, self.pack.sees(start)[0], self.pack.sees(stop - 1)[1]
 
     @cached_property
     def _segments(self) -> Segments:
         keys = self.of_keys.seqlen
-        chunk, start, _ = _in_runs(self.key_runs)
+        chunk, start, _ = in_runs(self.key_runs)
         _, first, last = self._intervals
-        starts = np.sort(np.concatenate([start, first, last]))
+        starts = np.sort(np.concatenate([start, first, last]), kind="stable")
         starts = starts[(np.diff(starts, prepend=-1) > 0) & (starts < keys)]
         tokens = np.diff(np.append(starts, keys))
-        by_start = np.argsort(start)
+        by_start = np.argsort(start, kind="stable")
         owner = chunk[by_start][np.searchsorted(start[by_start], starts, side="right") - 1]
-        order = np.argsort(owner, kind="stable")
+        order = np.argsort(owner.astype(np.min_scalar_type(self.chunks)), kind="stable")  # small ones are sorted fast
         before = np.cumsum(tokens[order]) - tokens[order]
         row = np.empty_like(before)
         begins = np.flatnonzero(np.diff(owner[order], prepend=-1))
         row[order] = before - np.repeat(before[begins], np.diff(np.append(begins, order.size)))
-        return Segments(starts, tokens, owner, row)
+        return Segments(starts, tokens, owner, row, order)
 
     @cached_property
     def _seen(self) -> np.ndarray:
         """Whether a query of each chunk sees a segment: (chunks, segments)."""
         (chunk, first, last), starts = self._intervals, self._segments.start
         ends = np.searchsorted(starts, first), np.searchsorted(starts, last)
-        seen = covered(chunk, *ends, (self.chunks, starts.size))
-        return seen if self.without is None else seen & ~self.without[:, self._segments.owner]
-
-
-def _in_runs(chunks: Sequence[Runs]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each run of neighbouring positions of some chunks: (chunk, start, stop), (runs,) each."""
-    near = [runs if runs.step == 1 else _each_alone(runs) for runs in chunks]
-    chunk = np.repeat(np.arange(len(near)), [runs.start.size for runs in near])
-    return chunk, np.concatenate([runs.start for runs in near]), np.concatenate([runs.stop for runs in near])
-
-
-def _each_alone(runs: Runs) -> Runs:
-    ends = zip(runs.start.tolist(), runs.stop.tolist(), strict=True)
-    positions = np.concatenate([np.arange(start, stop, runs.step) for start, stop in ends])
-    return Runs(positions, positions + 1)
+        return covered(chunk, *ends, (self.chunks, starts.size))
 
 
 def casts(problem: Problem) -> Casts:

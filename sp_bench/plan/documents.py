@@ -244,7 +244,7 @@ class Packed(OfLengths):
 
     def turns(self, low: int, high: int, keys: np.ndarray) -> np.ndarray:
         """The queries of low <= p < high from which on either end of what is seen begins or ends to move on from query
-        to query, where only keys count from and up to the given ones.
+        to query, or the ones behind these, where only keys count from and up to the given ones.
         """
         documents = slice(*np.searchsorted(self.edges, [low, high]))
         edges = self.edges[max(documents.start - 1, 0) : documents.stop + 1]
@@ -252,7 +252,7 @@ class Packed(OfLengths):
         if self.left is not None:
             turns.append(changes + self.left)
         if (ahead := 0 if self.causal else self.right) is not None:
-            turns.append(changes - 1 - ahead)
+            turns.append(changes - ahead)  # the one behind: without a window these are the changes themselves
         return np.concatenate(turns)
 
     def regions(self, q: Positions, kv: Positions) -> Regions:

@@ -115,6 +115,6 @@ class Grid(NamedTuple):
         """The rank shift % inner.size ahead along the inner ring and shift // inner.size ahead along the outer ring."""
         start = rank if self.exchange is None else self.exchange.member(rank, 1)
         inward, outward = shift % self.inner.size, shift // self.inner.size
-        if self.own_last and outward:
-            inward += 1
+        if self.own_last:
+            inward = inward + 1 * (outward != 0)
         return self.outer.member(self.inner.member(start, inward), outward)

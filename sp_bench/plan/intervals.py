@@ -21,6 +21,8 @@ RUNS_AT_ONCE = 1024
 """Few enough that counts by chunk stay in a cache."""
 MANY = 4
 """Keys of so many chunks are counted together."""
+_FITS = 1 << 31
+"""More tokens than this take numbers of 64 bits."""
 
 
 class Sizes(NamedTuple):
@@ -84,7 +86,9 @@ class Sight(Protocol):
         ...
 
     def turns(self, low: int, high: int, keys: np.ndarray) -> np.ndarray:
-        """Positions from low to high at which what a query sees of these keys may change otherwise than by a key."""
+        """Positions from low to high at which, or before which, what a query sees of these keys may change otherwise
+        than by a key a query. Those at which it jumps are among them.
+        """
         ...
 
 
@@ -95,19 +99,6 @@ def regions_of_runs(mask: Sight, blocks: Sequence[tuple[Runs, Sequence[Runs]]]) 
     in the place of queries, for all keys at once: what is even between two turns is so between more of them.
     """
     return _of_stretches(*_all_stretches(mask, blocks), sum(len(keys) for _, keys in blocks))
-
-
-def rows_that_see(
-    mask: Sight, blocks: Sequence[tuple[Runs, Sequence[Runs]]]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Runs of queries that see a key, of the blocks that regions_of_runs takes: (the place of the block, the first
-    query, how many), (runs,) each, ascending. It takes a part of the time of their regions.
-    """
-    block, row, count, (first, last_first, stop, last_stop) = _all_stretches(mask, blocks)
-    none, last_none = first >= stop, last_first >= last_stop
-    row, count = row + (none & ~last_none), count - (none | last_none)
-    some = (count > 0) & ~(none & last_none)
-    return block[some], row[some], count[some]
 
 
 def _all_stretches(
@@ -137,11 +128,11 @@ def _stretches_of(mask: Sight, q: Runs, keys: Sequence[Runs]) -> tuple[np.ndarra
     return (
         np.tile(row, len(keys)),
         np.tile(count, len(keys)),
-        _below(keys, seen).reshape(len(keys), 4, -1).swapaxes(0, 1).reshape(4, -1),
+        keys_below(keys, seen).reshape(len(keys), 4, -1).swapaxes(0, 1).reshape(4, -1),
     )
 
 
-def _below(keys: Sequence[Runs], positions: np.ndarray) -> np.ndarray:
+def keys_below(keys: Sequence[Runs], positions: np.ndarray) -> np.ndarray:
     """Runs.below of the runs of several chunks, of which no two have a common key: (chunks, positions)."""
     if len(keys) < MANY or any(kv.step > 1 for kv in keys):
         return np.stack([kv.below(positions) for kv in keys])
@@ -151,13 +142,14 @@ def _below(keys: Sequence[Runs], positions: np.ndarray) -> np.ndarray:
     owner, start, stop = owner[order], start[order], stop[order]
     at, of = np.unique(positions, return_inverse=True)
     # All runs that begin below a position count in full, but what the last of them has above it.
-    cells = np.searchsorted(at, start, "right") * len(keys) + owner
-    counted = np.bincount(cells, stop - start, (at.size + 1) * len(keys))[: at.size * len(keys)]
-    below = counted.astype(np.int64).reshape(-1, len(keys)).cumsum(axis=0)
+    cells = np.searchsorted(at, start, "right"), owner
+    below = np.zeros((at.size + 1, len(keys)), np.int32 if stop.max(initial=0) < _FITS else np.int64)
+    np.add.at(below, cells, stop - start)
+    below.cumsum(axis=0, out=below)
     last = np.searchsorted(start, at, "left") - 1
     after_a_run = np.flatnonzero(last >= 0)
     below[after_a_run, owner[last[after_a_run]]] -= np.maximum(stop[last[after_a_run]] - at[after_a_run], 0)
-    return below.T[:, of]
+    return below[of].T
 
 
 def _of_stretches(
@@ -340,7 +332,7 @@ def pair_counts(
     key, (keys,). Takes time and memory in proportion to the runs of keys of one chunk, times the chunks.
     """
     if chunks > 1 and np.array_equal(key_owner, np.arange(key_owner.size) % chunks):
-        return _striped_keys_below(owner, chunks, stop) - _striped_keys_below(owner, chunks, first)
+        return _striped_keyskeys_below(owner, chunks, stop) - _striped_keyskeys_below(owner, chunks, first)
     starts = np.flatnonzero(np.append(True, key_owner[1:] != key_owner[:-1]))
     of, lengths = key_owner[starts], np.diff(np.append(starts, key_owner.size))
     # What a query sees ends within one run and starts within another, whose keys are counted here.
@@ -377,7 +369,7 @@ def _counted(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return different, np.bincount(number, np.diff(np.append(first, cells.size))).astype(np.int64)
 
 
-def _striped_keys_below(owner: np.ndarray, chunks: int, limit: np.ndarray) -> np.ndarray:
+def _striped_keyskeys_below(owner: np.ndarray, chunks: int, limit: np.ndarray) -> np.ndarray:
     """For each query chunk i and key chunk j: the keys of j below limit[p], summed over the positions p of i."""
     rounds, rest = np.divmod(limit, chunks)
     whole = np.bincount(owner, weights=rounds, minlength=chunks)[:, None]

@@ -15,17 +15,16 @@ that kind. Each pair of chunks takes one of the two ways:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
 from sp_bench.plan.casts import Casts, Gathering, Keys, Work, casts, whole_numbers
-from sp_bench.plan.intervals import Runs, regions_of_runs, rows_that_see, sizes_of
-from sp_bench.plan.mask import Blocks
+from sp_bench.plan.intervals import Runs, regions_of_runs, sizes_of
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import by_keys, rows_in
+from sp_bench.plan.sighted import Sighted, sighted
 from sp_bench.plan.tensors import DKV, DOQ, DQ, KV, O, Q, Tensor
 
 EVEN = 1.05
@@ -45,16 +44,15 @@ class QueryCasts:
     """The casts of keys, of all pairs."""
     travels: np.ndarray
     """Whether the queries of a pair travel: (chunks, chunks), by query and key chunk."""
+    seeing: Sighted
+    """The queries of all pairs that see a key."""
     _blocks: dict[Gathering, Keys] = field(default_factory=dict, init=False, repr=False)
     _works: dict[Gathering, tuple[Work, Work]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def counts(self) -> np.ndarray:
         """Rows of each query chunk that see keys of each chunk: (chunks, chunks), by key and query chunk."""
-        counts = np.zeros(self.travels.shape, np.int64)
-        for (q, kv), rows in self._rows.items():
-            counts[kv, q] = rows.size
-        return counts
+        return np.where(self.travels, self.seeing.queries, 0).T
 
     def counts_for(self, relays: int) -> np.ndarray:
         """`counts`, as none are relayed."""
@@ -63,7 +61,7 @@ class QueryCasts:
 
     def rows(self, keys: int, queries: int, relays: int = 1) -> np.ndarray:
         """The rows of one query chunk that see keys of a chunk, ascending; none if the keys go to them."""
-        return self._rows.get((queries, keys), np.zeros(0, np.int64))
+        return whole_numbers(*self._runs(keys, queries)[1:])
 
     def keys(self, keys: int, members: tuple[int, ...], relays: int = 1) -> Keys:
         """The rows that a chunk of keys has of several query chunks, with regions whose queries are these in order of
@@ -80,13 +78,15 @@ class QueryCasts:
         for each in dict.fromkeys(wanted):
             if each in self._blocks:
                 continue
-            parts = [self._positions[q][self.rows(each.queries, q)] for q in each.members]
-            positions = np.concatenate(parts)
-            order = np.argsort(positions, kind="stable")
-            self._blocks[each] = Keys(order, tuple(map(len, parts)), ())
-            if order.size:
+            parts = [self._runs(each.queries, q) for q in each.members]
+            start, _, tokens = (np.concatenate(part) for part in zip(*parts, strict=True))
+            lie, by_position = np.cumsum(tokens) - tokens, np.argsort(start)
+            start, tokens, lie = start[by_position], tokens[by_position], lie[by_position]
+            counts = self.counts[each.queries, list(each.members)].tolist()
+            self._blocks[each] = Keys(whole_numbers(lie, tokens), tuple(counts), ())
+            if start.size:
                 seen.append(each)
-                blocks.append((_neighbours(positions[order]), [self.every.key_runs[each.queries]]))
+                blocks.append((_joined(start, start + tokens), [self.every.key_runs[each.queries]]))
         if blocks:
             for each, regions in zip(seen, regions_of_runs(self.every.pack, blocks), strict=True):
                 self._blocks[each] = self._blocks[each]._replace(regions=regions)
@@ -109,16 +109,10 @@ class QueryCasts:
             self._works[of] = Work(sizes_of(regions), *rows), Work(sizes_of(by_keys(regions)), *rows)
         return self._works[of][not forward]
 
-    @cached_property
-    def _rows(self) -> dict[tuple[int, int], np.ndarray]:
-        """By (query chunk, key chunk) of pairs whose queries travel."""
-        seeing = _seeing(self.every)
-        return {(int(q), int(kv)): seeing.rows(int(q), int(kv)) for q, kv in np.argwhere(self.travels)}
-
-    @cached_property
-    def _positions(self) -> list[np.ndarray]:
-        """The positions among keys of the rows of every query chunk."""
-        return [_positions(runs) for runs in self.every.query_runs]
+    def _runs(self, keys: int, queries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Runs of `rows`: (the position of the first, the first row, how many), (runs,) each."""
+        none = np.zeros(0, np.int64)
+        return self.seeing.rows(queries, keys) if self.travels[queries, keys] else (none, none, none)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,10 +124,10 @@ class Travel:
     queries: QueryCasts
 
 
+@lru_cache(maxsize=32)  # each operation asks
 def travel(problem: Problem, *, forward: bool) -> Travel:
-    """The pairs of chunks that send rows of keys in a phase, and those that send rows of queries; cached."""
-    per_row = row_bytes(problem, forward=forward)
-    return _travel(casts(problem), problem.blocks, problem.layout.head_parallel, *per_row)
+    """The pairs of chunks that send rows of keys in a phase, and those that send rows of queries."""
+    return _travel(casts(problem), problem.mask.held, *row_bytes(problem, forward=forward))
 
 
 def row_bytes(problem: Problem, *, forward: bool) -> tuple[int, int]:
@@ -152,22 +146,22 @@ def queries_are_cheap(problem: Problem) -> bool:
     return queries <= keys
 
 
-@lru_cache(maxsize=16)
-def _travel(every: Casts, blocks: Blocks, degree: int, per_key: int, per_query: int) -> Travel:
-    first = degree * np.arange(every.chunks)
-    work = np.asarray(blocks.pairs)[blocks.of(first[:, None], first)]
-    chosen = chosen_pairs(every, work, per_key, per_query)
-    return Travel(replace(every, whole=False, without=chosen), QueryCasts(every, chosen))
+@lru_cache(maxsize=16)  # problems that differ in other things have the same
+def _travel(every: Casts, held: int, per_key: int, per_query: int) -> Travel:
+    seeing, tokens = _seeing(every), every.of_queries.chunk_tokens(np.arange(every.chunks))
+    work = seeing.pairs + np.diag(np.broadcast_to(held * tokens, every.chunks))
+    chosen = chosen_pairs(every.counts, seeing.queries, work, per_key, per_query)
+    return Travel(every.leaving_out(chosen), QueryCasts(every, chosen, seeing))
 
 
-def chosen_pairs(every: Casts, work: np.ndarray, per_key: int, per_query: int) -> np.ndarray:
-    """The pairs whose queries travel: (chunks, chunks), by query and key chunk.
+def chosen_pairs(keys: np.ndarray, queries: np.ndarray, work: np.ndarray, per_key: int, per_query: int) -> np.ndarray:
+    """The pairs whose queries travel, by query and key chunk, as all of these: (chunks, chunks).
 
-    `work` has how many queries and keys of each meet, (chunks, chunks).
+    `keys` are how many a query of the other chunk sees, `queries` how many see a key, `work` how many pairs of both.
     """
-    queries = _seeing(every).counts
-    gain = np.where(queries > 0, np.maximum(per_key * every.counts - per_query * queries, 0), 0)
-    room = max(EVEN * work.sum() / every.chunks, work.sum(axis=1).max())
+    gain = np.where(queries > 0, np.maximum(per_key * keys - per_query * queries, 0), 0)
+    np.fill_diagonal(gain, 0)
+    room = max(EVEN * work.sum() / len(work), work.sum(axis=1).max())
     choices = (_added(_evened(gain > 0, gain, work, room), gain, work, room), _added(gain < 0, gain, work, room))
     return max(choices, key=lambda travels: int(gain[travels].sum()))
 
@@ -179,30 +173,39 @@ def _busy(travels: np.ndarray, work: np.ndarray) -> np.ndarray:
 
 def _evened(travels: np.ndarray, gain: np.ndarray, work: np.ndarray, room: float) -> np.ndarray:
     """Pairs that travel with those taken back, from the busiest rank first, that save least for their work."""
-    travels, busy = travels.copy(), _busy(travels, work)
-    lost = gain / np.maximum(work, 1)
-    while busy[kv := int(busy.argmax())] > room:
-        came = np.flatnonzero(travels[:, kv])
-        fit = came[busy[came] + work[came, kv] <= room]
-        back = fit if fit.size else came
-        q = int(back[lost[back, kv].argmin()])
-        busy[q], busy[kv], travels[q, kv] = busy[q] + work[q, kv], busy[kv] - work[q, kv], False
+    travels, busy = travels.copy(), _busy(travels, work).tolist()
+    least_first = np.argsort(gain / np.maximum(work, 1), axis=0, kind="stable").T
+    came: dict[int, list[tuple[int, int]]] = {}
+    while busy[kv := busy.index(max(busy))] > room:
+        if kv not in came:
+            order = least_first[kv][travels[least_first[kv], kv]]
+            came[kv] = [*zip(order.tolist(), work[order, kv].tolist(), strict=True)]
+        back = next((pair for pair in came[kv] if busy[pair[0]] + pair[1] <= room), came[kv][0])
+        came[kv].remove(back)
+        q, pairs = back
+        busy[q], busy[kv], travels[q, kv] = busy[q] + pairs, busy[kv] - pairs, False
     return travels
 
 
 def _added(travels: np.ndarray, gain: np.ndarray, work: np.ndarray, room: float) -> np.ndarray:
     """Pairs that travel with others that there is room for, those that save most first."""
-    travels, busy = travels.copy(), _busy(travels, work)
-    order = np.argsort(-gain, axis=None, kind="stable")[: int((gain > 0).sum())].tolist()
-    left = [(q, kv) for q, kv in (divmod(pair, len(gain)) for pair in order) if not travels[q, kv]]
+    travels, busy = travels.copy(), _busy(travels, work).tolist()
+    order = np.argsort(-gain, axis=None, kind="stable")[: int((gain > 0).sum())]
+    order = order[~travels.ravel()[order]]
+    left = [*zip(*(each.tolist() for each in (*np.divmod(order, len(gain)), work.ravel()[order])), strict=True)]
+    taken = list[tuple[int, int]]()
     for _ in range(PASSES):
-        full = list[tuple[int, int]]()
-        for q, kv in left:
-            if busy[kv] + work[q, kv] <= room:
-                busy[q], busy[kv], travels[q, kv] = busy[q] - work[q, kv], busy[kv] + work[q, kv], True
+        full = list[tuple[int, int, int]]()
+        for q, kv, pairs in left:
+            if busy[kv] + pairs <= room:
+                busy[q] -= pairs
+                busy[kv] += pairs
+                taken.append((q, kv))
             else:
-                full.append((q, kv))
+                full.append((q, kv, pairs))
         left = full
+    if taken:
+        travels[tuple(np.array(taken).T)] = True
     return travels
 
 
@@ -217,44 +220,12 @@ def key_rows_elsewhere(problem: Problem, *, forward: bool) -> int:
     return int(counts.sum() - counts.trace())
 
 
-class _Seeing(NamedTuple):
-    """The queries of each pair of other chunks that see a key, as runs in the order of the pairs."""
-
-    counts: np.ndarray
-    """How many they are: (chunks, chunks), by query and key chunk."""
-    first: np.ndarray
-    """The first run of each pair, and how many runs there are: (chunks * chunks + 1,)."""
-    row: np.ndarray
-    tokens: np.ndarray
-
-    def rows(self, queries: int, keys: int) -> np.ndarray:
-        """Those of one pair, ascending."""
-        place = queries * len(self.counts) + keys
-        runs = slice(*self.first[place : place + 2])
-        return whole_numbers(self.row[runs], self.tokens[runs])
-
-
 @lru_cache(maxsize=16)  # both phases have the same
-def _seeing(every: Casts) -> _Seeing:
-    chunks, keys = every.chunks, every.counts.copy()
-    np.fill_diagonal(keys, 0)
-    pairs, seen_by = np.flatnonzero(keys), [np.flatnonzero(row).tolist() for row in keys]
-    blocks = [(every.query_runs[q], [every.key_runs[kv] for kv in seen]) for q, seen in enumerate(seen_by) if seen]
-    none = np.zeros(0, np.int64)
-    block, row, tokens = rows_that_see(every.pack, blocks) if blocks else (none, none, none)
-    order = np.argsort(block, kind="stable")
-    place, row, tokens = pairs[block[order]], row[order], tokens[order]
-    counts = np.bincount(place, tokens, chunks**2).astype(np.int64).reshape(chunks, chunks)
-    return _Seeing(counts, np.searchsorted(place, np.arange(chunks**2 + 1)), row, tokens)
+def _seeing(every: Casts) -> Sighted:
+    return sighted(every.pack, every.query_runs, every.key_runs)
 
 
-def _positions(runs: Runs) -> np.ndarray:
-    tokens = runs.tokens
-    return np.repeat(runs.start, tokens) + runs.step * whole_numbers(np.zeros_like(tokens), tokens)
-
-
-def _neighbours(positions: np.ndarray) -> Runs:
-    """Ascending positions as runs of neighbours."""
-    begins = np.flatnonzero(np.diff(positions, prepend=-2) > 1)
-    ends = np.append(begins[1:], positions.size) - 1
-    return Runs(positions[begins], positions[ends] + 1)
+def _joined(start: np.ndarray, stop: np.ndarray) -> Runs:
+    """Ascending runs of positions, with neighbours as one run."""
+    begins = np.flatnonzero(np.append(True, start[1:] != stop[:-1]))
+    return Runs(start[begins], stop[np.append(begins[1:], start.size) - 1])

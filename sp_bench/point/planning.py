@@ -27,9 +27,10 @@ TIMES, ENOUGH_S = 3, 1.0
 
 
 def planning_ms(method: Method, problem: Problem, costs: CostProfile, transport: TransportKind) -> float:
-    """The time of this machine, in ms, for one rank to plan a pack like the problem's that it hasn't seen before.
+    """The processor time of this machine, in ms, for one rank to plan a pack like the problem's that it hasn't seen
+    before.
 
-    Every option of the method is chosen. It is that of the first rank.
+    Every option of the method is chosen. It is that of the first rank. What else the machine does is not in it.
     """
     times_s, kept = list[float](), list[dict[str, Plan]]()
     while len(times_s) < TIMES and sum(times_s) < ENOUGH_S:
@@ -45,9 +46,9 @@ def _planning_s(
     assert isinstance(mask, Packed), "whole sequences are planned once"
     # Of a class of its own no cache knows it.
     new: Packed = type(mask.__class__.__name__, (type(mask),), {})(*(getattr(mask, each.name) for each in fields(mask)))
-    started = time.perf_counter()
+    started = time.thread_time()
     kept.append(plan_pack(method, replace(problem, mask=new), costs, transport))
-    return time.perf_counter() - started
+    return time.thread_time() - started
 
 
 def plan_pack(

@@ -46,7 +46,7 @@ def problem_of(mask: Documents, n: int) -> Problem:
 
 @pytest.mark.parametrize("method", ["group_cast", "hybrid_cp", "usp", "ring", "ulysses"])
 def test_a_record_of_documents_has_the_time_of_planning(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    monkeypatch.setattr(planning, "time", SimpleNamespace(perf_counter=iter([0, 0.5, 1, 1.002, 2, 2.001]).__next__))
+    monkeypatch.setattr(planning, "time", SimpleNamespace(thread_time=iter([0, 0.5, 1, 1.002, 2, 2.001]).__next__))
     record, _ = simulate_point(point(*ASKED, f"method={method}"))
     assert record.planning_ms == pytest.approx(2)  # the median
 
@@ -107,6 +107,7 @@ def test_packs_of_one_size_share_the_plans_that_would_be_made_of_each(method: st
     ("method", "options", "most"),
     [
         ("group_cast", {"ulysses": 8, "stages": 2, "layout": "balanced"}, 10_000),
+        ("group_cast", {"ulysses": 1, "stages": 2, "layout": "balanced", "qo_comm": True}, 80_000),
         ("usp", {"ulysses": 8, "layout": "blocks"}, 10_000),
         ("hybrid_cp", {"layout": "hybrid"}, 60_000),
         ("ring", {"layout": "zigzag_documents"}, 40_000),
