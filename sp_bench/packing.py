@@ -56,6 +56,8 @@ class Lengths(Data, frozen=True, kw_only=True, tag="lengths"):
         return self.cached
 
     def lengths_in(self, seqlen: int, seed: int) -> list[int]:
+        if not self.lengths:
+            raise RequestError("data.lengths=[]", "a pack has at least one document", "data.lengths=[8k] would work")
         return self.lengths
 
 
@@ -134,8 +136,7 @@ class Sample(Drawn, frozen=True, kw_only=True, tag="sample"):
 
     def __post_init__(self) -> None:
         """Raises RequestError for a file that can't be read, or is empty."""
-        if not _lengths_in(self.path):
-            raise RequestError(f"data.path={self.path}", "has no lengths", "a file of lengths would work")
+        _lengths_in(self.path, "path")
 
     def draw(self, source: np.random.Generator) -> np.ndarray:
         return source.choice(np.array(_lengths_in(self.path)), 1024)
@@ -184,12 +185,17 @@ def documents(
     return mask.behind([(tokens,) for tokens in histories]) if histories else mask
 
 
-def _lengths_in(path: str) -> list[int]:
-    """The lengths in a text file. Raises RequestError where it can't be read, or a word is no length."""
+def _lengths_in(path: str, key: str = "data.path") -> list[int]:
+    """The lengths in a text file. Raises RequestError, of this key, where it can't be read or has none, or a word is no
+    length.
+    """
     try:
-        return _lengths_of_file(path, Path(path).stat().st_mtime_ns)
+        lengths = _lengths_of_file(path, Path(path).stat().st_mtime_ns)
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"data.path={path}", f"can't be read: {error}", "a text file would work") from None
+        raise RequestError(f"{key}={path}", f"can't be read: {error}", "a text file would work") from None
+    if not lengths:
+        raise RequestError(f"{key}={path}", "has no lengths", "a file of lengths would work")
+    return lengths
 
 
 @lru_cache(maxsize=4)  # a data set is large, and many packs are drawn from it

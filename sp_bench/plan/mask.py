@@ -119,7 +119,8 @@ class WholeMask(Mask):
         name = self.balanced[0] if name == "auto" else name
         if name in ASSIGNMENTS:
             rule = f"assigns documents, and mask={self.name} has none"
-            would_work = f"one of {', '.join(LAYOUTS)}, or mask=document, would work"
+            whole = ", ".join(each for each in among or LAYOUTS if each in LAYOUTS)
+            would_work = f"one of {whole}, or mask=document, would work"
             raise RequestError(f"method.layout={name}", rule, would_work)
         if name not in LAYOUTS:
             raise unknown("method.layout", name, [*LAYOUTS, "auto"])
