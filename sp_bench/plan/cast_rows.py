@@ -37,29 +37,50 @@ def _members_seen(found: Casts, home: Group | Grid, n: int, degree: int) -> tupl
     return tuple((np.flatnonzero(seen) + 1).tolist())
 
 
-def rows_moved(op: RowCollective, problem: Problem, rank, member: int):
-    """How many rows one or an array of ranks sends in the message that has to do with the member #u.
+def rows_moved(op: RowCollective, problem: Problem, rank) -> np.ndarray:
+    """How many rows one or an array of ranks sends in the message of each member: (members,) or (members, ranks).
 
-    In a GroupCast that goes to the rank whose #u it is itself, in a GroupReduce to the owner of #u.
+    In a GroupCast that of #u goes to the rank whose #u it is itself, in a GroupReduce to the owner of #u.
     """
-    return rows_from(op, problem, rank if isinstance(op, GroupReduce) else _holder(op, rank, member), member)
+    return rows_from(op, problem, rank) if isinstance(op, GroupReduce) else rows_wanted(op, problem, rank)
 
 
-def _holder(op: RowCollective, rank, member: int):
-    """The rank whose #u is this rank's `own`."""
-    return op.group.member(rank, -op.shift(member))
+def rows_from(op: RowCollective, problem: Problem, rank) -> np.ndarray:
+    """How many rows of each member one or an array of ranks has: (members,) or (members, ranks)."""
+    return _rows(casts_of(op, problem), op.own, _each(op.members, rank), problem.layout.head_parallel, rank)
 
 
-def rows_from(op: RowCollective, problem: Problem, rank, member: int):
-    """How many rows of the member #u one or an array of ranks has."""
-    degree, chunk = problem.layout.head_parallel, op.own.at(member)
-    return casts_of(op, problem).counts_for(relays(chunk))[rank // degree, chunk.owner(rank) // degree]
+def rows_wanted(op: RowCollective, problem: Problem, rank) -> np.ndarray:
+    """How many rows of `own` the rank whose #u it is has, for each member #u and one or an array of ranks: (members,)
+    or (members, ranks).
+    """
+    each = _each(op.members, rank)
+    holders = op.group.member(rank, -op.shift(each))
+    return _rows(casts_of(op, problem), op.own, each, problem.layout.head_parallel, holders)
+
+
+def _each(members: tuple[int, ...], rank) -> np.ndarray:
+    """The members, to be broadcast with one or an array of ranks: (members,) or (members, 1)."""
+    return np.array(members, int).reshape(-1, *[1] * np.ndim(rank))
+
+
+def _rows(found: Casts | QueryCasts, own: Chunk, members: np.ndarray, degree: int, holders) -> np.ndarray:
+    """How many rows of each member of a chunk these ranks have."""
+    owners = own.home.member(holders, members) // degree
+    holders = np.broadcast_to(holders // degree, owners.shape)
+    if isinstance(own.home, Group):
+        return found.counts[holders, owners]
+    rows, relayed = np.zeros(owners.shape, np.int64), np.array([relays(own.at(u)) for u in members.ravel().tolist()])
+    for many in np.unique(relayed).tolist():
+        some = relayed == many
+        rows[some] = found.counts_for(many)[holders[some], owners[some]]
+    return rows
 
 
 def rows_to(op: RowCollective, problem: Problem, rank: int, member: int) -> np.ndarray:
     """The rows of `own`, as they lie on the rank, that the rank whose #u it is has."""
     degree, of_casts, owner = problem.layout.head_parallel, casts_of(op, problem), int(op.own.owner(rank))
-    holder = int(_holder(op, rank, member))
+    holder = int(op.group.member(rank, -op.shift(member)))
     rows = of_casts.rows(holder // degree, owner // degree, relays(op.own.at(member)))
     if not op.own.index:
         return rows
@@ -68,12 +89,12 @@ def rows_to(op: RowCollective, problem: Problem, rank: int, member: int) -> np.n
 
 def rows_held(op: RowCollective, problem: Problem, rank):
     """How many rows one or an array of ranks has of the chunks of all members."""
-    return sum(rows_from(op, problem, rank, u) for u in op.members)
+    return rows_from(op, problem, rank).sum(axis=0)
 
 
 def rows_owned(op: RowCollective, problem: Problem, rank):
     """How many rows of its own chunk the members have of one or an array of ranks, all together."""
-    return sum(rows_from(op, problem, _holder(op, rank, u), u) for u in op.members)
+    return rows_wanted(op, problem, rank).sum(axis=0)
 
 
 def most_rows(op: RowCollective, problem: Problem, *, sent: bool) -> int:
@@ -85,16 +106,11 @@ def most_rows(op: RowCollective, problem: Problem, *, sent: bool) -> int:
 @lru_cache(maxsize=1024)  # casts and reductions of both phases have the same
 def _most_rows(found: Casts | QueryCasts, own: Place, members: tuple[int, ...], n: int, degree: int, held: bool) -> int:
     # Rows that a rank holds are those of each member; those that it owns, each member's whose #u it is.
-    ranks, rows, like = np.arange(n), np.zeros(n, int), GroupCast("", Chunk(KV, own.index, own.home), members, _ANY)
+    ranks, op, rows = np.arange(n), GroupCast("", Chunk(KV, own.index, own.home), members, _ANY), np.zeros(n, int)
     for start in range(0, len(members), MEMBERS_AT_ONCE):
-        some = like.of_members[start : start + MEMBERS_AT_ONCE]
-        shifts = np.array([like.shift(u) for u in members[start : start + len(some)]])[:, None]
-        holders = np.broadcast_to(ranks if held else like.group.member(ranks, -shifts), (len(some), n))
-        owners = own.home.member(holders, np.array([chunk.index for chunk in some])[:, None])
-        relayed = np.array([relays(chunk) for chunk in some])
-        for count in np.unique(relayed).tolist():
-            of = relayed == count
-            rows += found.counts_for(count)[holders[of] // degree, owners[of] // degree].sum(axis=0)
+        each = _each(members[start : start + MEMBERS_AT_ONCE], ranks)
+        holders = ranks if held else op.group.member(ranks, -op.shift(each))
+        rows += _rows(found, op.own, each, degree, holders).sum(axis=0)
     return int(rows.max())
 
 

@@ -167,14 +167,27 @@ class Casts:
             start, tokens, counts = self._lying(each)
             lie = np.cumsum(tokens) - tokens
             by_position = np.argsort(start)
-            start, tokens, lie = start[by_position], tokens[by_position], lie[by_position]
-            keys_of[each] = Keys(whole_numbers(lie, tokens), tuple(counts), ())
+            keys_of[each] = Keys(whole_numbers(lie[by_position], tokens[by_position]), tuple(counts), ())
             seen.append(each)
-            blocks.append((self.query_runs[each.queries], [Runs(start, start + tokens)]))
+            blocks.append(self._block(each, start[by_position], tokens[by_position]))
         if blocks:
             for each, regions in zip(seen, regions_of_runs(self.pack, blocks), strict=True):
                 keys_of[each] = keys_of[each]._replace(regions=regions)
         return keys_of
+
+    def _block(self, of: Gathering, start: np.ndarray, tokens: np.ndarray) -> tuple[Runs, list[Runs]]:
+        """A block's runs of queries, and those of its keys in order of position."""
+        return self.query_runs[of.queries], [Runs(start, start + tokens)]
+
+    def _regions(self, of: Gathering) -> Regions:
+        """The regions of `keys`, without the order of the rows, which takes as long to find."""
+        if of in self._keys:
+            return self._keys[of].regions
+        if not self._counts_of(of).any():
+            return ()
+        start, tokens, _ = self._lying(of)
+        by_position = np.argsort(start)
+        return regions_of_runs(self.pack, [self._block(of, start[by_position], tokens[by_position])])[0]
 
     def _counts_of(self, of: Gathering) -> np.ndarray:
         """How many rows a block's queries, or the neighbours that it relays for, see of each member: (members,)."""
@@ -234,7 +247,7 @@ class Casts:
     def work(self, queries: int, members: tuple[int, ...], relays: int = 1, *, forward: bool) -> Work:
         """The work of the regions of `keys`, backward of those cut along keys. It is found once."""
         if (of := Gathering(queries, members, relays)) not in self._works:
-            regions = self.keys(*of).regions
+            regions = self._regions(of)
             rows = rows_in(region.q for region in regions), rows_in(region.kv for region in regions)
             self._works[of] = Work(sizes_of(regions), *rows), Work(sizes_of(by_keys(regions)), *rows)
         return self._works[of][not forward]
@@ -305,6 +318,7 @@ class Casts:
         return covered(chunk, *ends, (self.chunks, starts.size))
 
 
+@lru_cache(maxsize=32)  # each message of a plan asks
 def casts(problem: Problem) -> Casts:
     """The rows that the chunks of a problem need of each other."""
     mask, keys = problem.mask, problem.keys.seqlen

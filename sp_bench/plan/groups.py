@@ -2,7 +2,8 @@
 
 A group of two digits counts them as one number: all places inside a node, then on to the next node.
 
-Arguments called `rank` may be one rank or a numpy array of ranks.
+Arguments called `rank` may be one rank or a numpy array of ranks, and those called `shift` one shift or an array that
+broadcasts with it.
 """
 
 from __future__ import annotations
@@ -116,5 +117,5 @@ class Grid(NamedTuple):
         start = rank if self.exchange is None else self.exchange.member(rank, 1)
         inward, outward = shift % self.inner.size, shift // self.inner.size
         if self.own_last:
-            inward = inward + 1 * (outward != 0)
+            inward = inward + (outward != 0)
         return self.outer.member(self.inner.member(start, inward), outward)

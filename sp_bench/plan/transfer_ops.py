@@ -249,8 +249,8 @@ class _OfRows(_OfHome):
             return home
         return home.inner if self._inside else home.outer
 
-    def shift(self, u: int) -> int:
-        """How far ahead in `group` the rank is that #u has to do with."""
+    def shift(self, u):
+        """How far ahead in `group` the rank is that #u has to do with; `u` is one member or an array."""
         if isinstance(self.own.home, Group):
             return u
         inward, outward = u % self.own.home.inner.size, u // self.own.home.inner.size

@@ -43,8 +43,8 @@ def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[
             sizes.append({f.name: tokens * problem.token_bytes(f, wire=True) for f in by_heads(op)})
         return sizes
     if isinstance(op, RowCollective):
-        each = [rows_moved(op, problem, rank, u) for u in op.members]
-        return [{name: rows * size for name, size in _token_bytes(problem, op.tensor).items()} for rows in each]
+        sizes = _token_bytes(problem, op.tensor).items()
+        return [{name: rows * size for name, size in sizes} for rows in rows_moved(op, problem, rank)]
     if isinstance(op, Collective):
         # The library wants equal pieces: shorter chunks are padded to the longest, which usually has a token more.
         piece = {f.name: problem.field_bytes(f, wire=True) for f in op.tensor.fields}

@@ -74,7 +74,7 @@ def plan_pack(
                 case GroupCast():
                     for member in op.members:
                         rows_to(op, problem, rank, member)
-                        rows_from(op, problem, rank, member)
+                    rows_from(op, problem, rank)
                 case Pass() if op.against is not None:
                     rows_sent(op, problem, rank)
     return plans

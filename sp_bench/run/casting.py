@@ -133,9 +133,9 @@ class Casting(GroupTransfers):
 
     def _find_rows(self, op: RowCollective) -> _Rows:
         mine = [cast_rows.rows_to(op, self._problem, self._rank, u) for u in op.members]
-        held = [cast_rows.rows_from(op, self._problem, self._rank, u) for u in op.members]
+        held = cast_rows.rows_from(op, self._problem, self._rank)
         index = torch.cat([torch.from_numpy(rows) for rows in mine]).to(self._device)
-        return _Rows(index, tuple(map(len, mine)), tuple(map(int, held)))
+        return _Rows(index, tuple(map(len, mine)), tuple(held.tolist()))
 
 
 def _messages(op: RowCollective, rank: int, parts: Sequence[Tensors], way: int) -> list[Message]:

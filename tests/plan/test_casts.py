@@ -137,7 +137,8 @@ def test_the_most_rows_of_a_rank(mask: Packed, name: str, n: int, data: st.DataO
     members = tuple(sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1))))
     q, kv, dkv = (Chunk(tensor, 0, Group(1, n, DOWN)) for tensor in (Q, KV, DKV))
     for op in (GroupCast("kv", kv, members, q), GroupReduce("dkv", dkv, members, q, 0)):
-        each = [[int(rows_moved(op, problem, rank, u)) for u in members] for rank in range(n)]
+        each = [rows_moved(op, problem, rank).tolist() for rank in range(n)]
+        assert rows_moved(op, problem, np.arange(n)).T.tolist() == each
         way = 1 if isinstance(op, GroupCast) else -1
         arriving = [
             sum(each[int(op.group.member(rank, way * u))][i] for i, u in enumerate(members)) for rank in range(n)
