@@ -26,13 +26,22 @@ class Quantity:
     """Its type, with None where it may not be known."""
     kind: type
     """Its type without None: str, int, float, bool or, for nested ones, dict or list."""
-    meaning: str
-    part: str
-    """The name of the part that it is a row of."""
+    row_of: type
+    """The part of a record that declares it."""
     how: str
     """The source of values."""
     shown: Setting | Result | None
     """How it is shown; None if the record alone has it."""
+
+    @property
+    def part(self) -> str:
+        """The name of the part that it is a row of."""
+        return self.row_of.__name__
+
+    @property
+    def meaning(self) -> str:
+        """The docstring below it. The source that it stands in is parsed when it is first asked for."""
+        return _rows(self.row_of)[self.name]
 
     @property
     def type_name(self) -> str:
@@ -52,10 +61,7 @@ class Quantity:
 def quantities() -> dict[str, Quantity]:
     """Every field of a record by its name, in the order of the file."""
     hints, marked = get_type_hints(Record), get_type_hints(Record, include_extras=True)
-    part_of, meanings = {}, {}
-    for part in Record.__mro__[-2::-1]:
-        for name, meaning in _rows(part).items():
-            part_of[name], meanings[name] = part, meaning
+    part_of = {name: part for part in Record.__mro__[-2::-1] for name in inspect.get_annotations(part)}
     by_name = {}
     for field in fields(Record):
         hint = hints[field.name]
@@ -65,14 +71,14 @@ def quantities() -> dict[str, Quantity]:
             name=field.name,
             hint=hint,
             kind=get_origin(kind) or kind,
-            meaning=meanings[field.name],
-            part=part_of[field.name].__name__,
+            row_of=part_of[field.name],
             how=part_of[field.name].how,
             shown=next((mark for mark in marks if isinstance(mark, Setting | Result)), None),
         )
     return by_name
 
 
+@cache
 def _rows(part: type) -> dict[str, str]:
     """The fields that a part declares, and the docstring below each; empty where there is none."""
     body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0]
