@@ -34,7 +34,8 @@ ALL_SIMULATED = 64
 HOPELESS = 1.5
 """How many times as long as a step another may take, at least, so that it isn't simulated."""
 AT_FIRST = 4
-"""Methods that are simulated whatever their bounds, those with the lowest ones: their steps rule others out."""
+"""Methods that are simulated whatever their bounds, those with the lowest ones: their steps rule others out. Methods
+whose blocks no bound is known of are not waited for: it takes longest to simulate them, and their bounds are low."""
 PAD_HEADS = "method.pad_heads"
 """The one option of methods that a question may set: for all that have it."""
 
@@ -119,27 +120,30 @@ def answer(
     `mapped` is map, or that of `workers`, which simulates several methods at a time.
     Raises RequestError for a question that no method can serve, and for unknown keys.
     """
-    answered = _worth_simulating(
-        question, every, partial(answers, memory_bytes=memory_bytes, mapped=mapped, done=done), mapped
-    )
+    of = partial(answers, memory_bytes=memory_bytes, mapped=mapped, done=done)
+    answered = _worth_simulating(question, every, of, mapped, done)
     if not answered.feasible:
         reasons = list(answered.refused.values())
         raise RequestError(" ".join(question.overrides), "no method can serve it", f"the first says: {reasons[0]}")
     return answered
 
 
-def _worth_simulating(question: Question, every: bool, answered: Callable[..., list[Answer]], mapped: Map) -> Answer:
+def _worth_simulating(
+    question: Question, every: bool, answered: Callable[..., list[Answer]], mapped: Map, done: Show
+) -> Answer:
     """The answer of the methods that are worth simulating."""
 
     def of(names: Sequence[str], limit_ms: float = math.inf) -> Answer:
         (answer,) = answered([question._replace(methods=names)], limit_ms=limit_ms)
         return answer
 
-    least_ms = {} if every else _least_ms(question, mapped)
-    if not least_ms:
+    least = {} if every else _least_of_each(question, mapped, done)
+    if not least:
         return of(question.methods)
+    least_ms = {name: bound.ms for name, bound in least.items()}
     names = sorted(question.methods, key=lambda name: least_ms.get(name, math.inf))
-    advised, others = of(names[:AT_FIRST]), names[AT_FIRST:]
+    at_first = [name for name in names[:AT_FIRST] if name in least and least[name].of_blocks] or names[:AT_FIRST]
+    advised, others = of(at_first), [name for name in names if name not in at_first]
     firsts = [some[0].time for some in (advised.tied, advised.tied_validated) if some]
     limit_ms = HOPELESS * max((time.high_ms or time.step_ms for time in firsts), default=math.inf)
     advised.hopeless = {name: least_ms[name] for name in others if least_ms.get(name, 0.0) > limit_ms}
@@ -152,16 +156,20 @@ def _worth_simulating(question: Question, every: bool, answered: Callable[..., l
     return advised
 
 
-def _least_ms(question: Question, mapped: Map) -> dict[str, float]:
-    """A first lower bound on the step of each method that can serve it, in ms; empty where it isn't worth its time."""
+def _least_of_each(question: Question, mapped: Map, done: Show) -> dict[str, Least]:
+    """A first lower bound on the step of each method that can serve it; empty where it isn't worth its time."""
     with Composer() as composer:
         names = [name for name in of_workload(composer, question.overrides) if name in question.methods]
         first = composed(composer, question.overrides, names[0]) if names else None
         if first is None or decodes(first) or Given.of(first).values.gpus <= ALL_SIMULATED:
             return {}
         configs = [first, *(composed(composer, question.overrides, name) for name in names[1:])]
-    bounds = zip(names, mapped(_least, configs), strict=True)
-    return {name: least_ms for name, least_ms in bounds if least_ms is not None}
+    bounds = dict[str, Least]()
+    for number, (name, least) in enumerate(zip(names, mapped(_least, configs), strict=True), start=1):
+        if least is not None:
+            bounds[name] = least
+            done(Done(name, number, len(names), least_ms=least.ms))
+    return bounds
 
 
 def answers(
@@ -170,10 +178,10 @@ def answers(
     memory_bytes: float | None = None,
     mapped: Map = map,
     done: Show = unseen,
-    limit_ms: float = math.inf,
+    limit_ms: float | Sequence[float] = math.inf,
 ) -> list[Answer]:
     """The answer to each question, as of `answer`, but that nothing may be feasible. Methods that take longer than
-    `limit_ms` by a lower bound are `hopeless`, and not simulated.
+    `limit_ms`, one for all questions or one for each, by a lower bound are `hopeless`, and not simulated to the end.
 
     Configs are composed while methods are simulated. Raises RequestError for unknown keys.
     """
@@ -189,8 +197,9 @@ def answers(
                 yield configs[-1]
 
         by_question: dict[int, Answer] = {}
-        tried_below = partial(_tried, limit_ms=limit_ms)
-        for number, (tried, (i, name)) in enumerate(zip(mapped(tried_below, each_composed()), asked, strict=True)):
+        limits = limit_ms if isinstance(limit_ms, Sequence) else [limit_ms] * len(questions)
+        each_tried = mapped(_tried, each_composed(), [limits[i] for i, _ in asked])
+        for number, (tried, (i, name)) in enumerate(zip(each_tried, asked, strict=True)):
             answer = by_question.setdefault(i, Answer(configs[number]))
             if isinstance(tried, RequestError):
                 answer.refused[name] = str(tried)
@@ -200,11 +209,11 @@ def answers(
                 answer.feasible.append(tried)
                 answer.refused |= _too_large(tried, memory_bytes)
             step_ms = tried.time.step_ms if isinstance(tried, Feasible) and name not in answer.refused else None
-            done(Done(name, number + 1, len(asked), step_ms))
+            done(Done(name, number + 1, len(asked), step_ms, tried if isinstance(tried, float) else None))
     for answer in by_question.values():
         answer.feasible = [each for each in answer.feasible if each.method.name not in answer.refused]
         answer.feasible.sort(key=_step_ms)
-    return [by_question[i] for i in range(len(questions))]
+    return [by_question.get(i, Answer({})) for i in range(len(questions))]  # of one whose methods are of no such step
 
 
 def composed(composer: Composer, overrides: Sequence[str], name: str) -> dict[str, Any]:
@@ -235,14 +244,21 @@ def _request(config: Mapping[str, Any]) -> Request:
     return resolve({**config, "mode": "simulate", **asked, "trace": 0})
 
 
+class Least(NamedTuple):
+    """A lower bound on a method's step."""
+
+    ms: float
+    of_blocks: bool
+    """Whether it is what blocks take; else what links carry, which says little of methods that compute more."""
+
+
 @uncollected()
-def _least(config: Mapping[str, Any]) -> float | None:
-    """The least milliseconds that a method's blocks take or, if these depend on its plans, its links; None if it can't
-    run.
-    """
+def _least(config: Mapping[str, Any]) -> Least | None:
+    """The least that a method's blocks take or, if these depend on its plans, its links; None if it can't run."""
     try:
         request = _request(config)
-        return 1e3 * (least_computed_s(request) or least_s(request))
+        of_blocks_s = least_computed_s(request)
+        return Least(1e3 * (of_blocks_s or least_s(request)), of_blocks_s > 0)
     except RequestError:
         return None
 

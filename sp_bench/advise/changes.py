@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sp_bench.advise.candidates import Answer, Feasible, Question, answers, decodes
@@ -48,8 +50,9 @@ def changes(
         keys = {override.partition("=")[0] for override in changed}
         kept = [override for override in overrides if override.partition("=")[0] not in keys]
         questions.append(Question([*kept, *changed], names))
+    asked = partial(answers, memory_bytes=memory_bytes, mapped=mapped, done=done)
     answers_to = []
-    for what, then in zip(varied, answers(questions, memory_bytes=memory_bytes, mapped=mapped, done=done), strict=True):
+    for what, then in zip(varied, to_each(questions, asked), strict=True):
         if not then.feasible:
             answers_to.append(Change(what, None, None, True))
             continue
@@ -57,6 +60,19 @@ def changes(
         slower = same is None or same not in then.tied
         answers_to.append(Change(what, then.feasible[0], same, slower))
     return answers_to
+
+
+def to_each(questions: Sequence[Question], asked: Callable[..., list[Answer]]) -> list[Answer]:
+    """The answers to questions about the same methods. The first one's step ends others that take longer."""
+    firsts = asked([question._replace(methods=question.methods[:1]) for question in questions])
+    limits_ms = [then.feasible[0].time.step_ms if then.feasible else math.inf for then in firsts]
+    if len(questions[0].methods) == 1:
+        return firsts
+    others = asked([question._replace(methods=question.methods[1:]) for question in questions], limit_ms=limits_ms)
+    for first, then in zip(firsts, others, strict=True):
+        first.feasible = sorted([*first.feasible, *then.feasible], key=lambda each: each.time.step_ms)
+        first.refused |= then.refused
+    return firsts
 
 
 def _varied(config: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -15,8 +15,8 @@ from typing import Any
 from sp_bench.errors import RequestError
 from sp_bench.machine import cores_here
 
-Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-"""Calls a function for each of some values, as the built-in map does."""
+Map = Callable[..., Iterable[Any]]
+"""Calls a function for each of some values, or with one of several kinds each, as the built-in map does."""
 MOST = 8
 """A plan of 256 GPUs may take more than a GB."""
 

@@ -20,8 +20,10 @@ from sp_bench.plan.problem import Problem
 from sp_bench.point.collection import uncollected
 from sp_bench.point.request import Request
 from sp_bench.point.variant_bounds import by_bound
-from sp_bench.simulate import Run, exactly, simulate
+from sp_bench.simulate import LongerError, Run, exactly, simulate
 
+ROUNDING = 1e-9
+"""A step is longer than another by more than this part of it."""
 FUSED = "fused"
 """The word in a variant's name that says that blocks of its plans are fused."""
 
@@ -81,7 +83,7 @@ class Choice:
 
 
 class TooSlowError(Exception):
-    """Every variant takes longer than a limit: the lowest of their bounds is `least_s`."""
+    """Every variant takes longer than a limit, or the one that would be chosen: at least `least_s`."""
 
     def __init__(self, least_s: float) -> None:
         super().__init__(f"all variants take at least {least_s * 1e3:.4g} ms")
@@ -99,7 +101,7 @@ def choose(request: Request, most_s: float = math.inf) -> Choice:
     one chosen is simulated again without all that. With `every_variant`, bounds rule out none.
 
     Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate, TooSlowError
-    if the bounds of all are above `most_s`.
+    if the bounds of all are above `most_s`, or the one chosen takes longer.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
     return _fastest(request, variants(request, [request.method]), most_s).choice
@@ -139,11 +141,15 @@ def _fastest(request: Request, planned: Sequence[Choice], most_s: float = math.i
     best: Choice | None = None
     timed: list[tuple[float, int]] = []
     rows: dict[int, dict[str, Any]] = {}
+    looked_at = set[tuple[float, int]]()
     refused: RequestError | None = None
     bounded = [(one.problem, one.plans) for one in planned]
     for bound_s, i in by_bound(asked.cluster, bounded, timed, estimates=not request.every_variant, most_s=most_s):
         if bound_s > most_s and not rows:
             raise TooSlowError(bound_s)
+        if bound_s > most_s and best and min(timed)[0] > most_s and min(timed) not in looked_at:
+            looked_at.add(min(timed))
+            _refuse_slow(best, request.cluster, bound_s, most_s)
         choice = planned[i]
         a, b = choice.method.tile_shape(request.problem.n) or (None, None)
         rows[i] = {"variant": choice.variant, "tile_a": a, "tile_b": b, "layout": choice.problem.layout.name}
@@ -167,15 +173,26 @@ def _fastest(request: Request, planned: Sequence[Choice], most_s: float = math.i
             best = choice
     if best is None:
         raise refused or _too_large(request, min(row["peak_mem_bytes"] for row in rows.values()))
-    looked_at = [row["peak_mem_bytes"] for row in rows.values() if row["peak_mem_bytes"]]
+    peaks = [row["peak_mem_bytes"] for row in rows.values() if row["peak_mem_bytes"]]
     all_fit = not any(row.get("refused") for row in rows.values())
     if len(planned) == 1:
-        return _Fastest(best, max(looked_at), all_fit)
+        return _Fastest(best, max(peaks), all_fit)
     is_even = request.cluster.is_even(best.problem.n)
     if not best.exact or not is_even:
         first, *others = [planned[i] for _, i in sorted(timed)]
-        best = _first_simulated([best if is_even else first, *others], request.cluster)
-    return _Fastest(replace(best, candidates=[rows[i] for i in sorted(rows)]), max(looked_at), all_fit)
+        best = _first_simulated([best if is_even else first, *others], request.cluster, most_s)
+    return _Fastest(replace(best, candidates=[rows[i] for i in sorted(rows)]), max(peaks), all_fit)
+
+
+def _refuse_slow(best: Choice, cluster: Cluster, others_s: float, most_s: float) -> None:
+    """Raise TooSlowError if the fastest variant so far takes longer than `most_s` with every rank's own blocks, where
+    all others take at least `others_s`, which is above it, too.
+    """
+    if cluster.is_even(best.problem.n):
+        with suppress(RequestError):
+            total_s = _exact(best, cluster, most_s).total_s
+            if total_s > most_s:
+                raise TooSlowError(min(total_s, others_s))
 
 
 @uncollected()
@@ -268,21 +285,28 @@ def unplanned(
             yield method, problem
 
 
-def _first_simulated(choices: Sequence[Choice], cluster: Cluster) -> Choice:
+def _first_simulated(choices: Sequence[Choice], cluster: Cluster, most_s: float) -> Choice:
     """The first one that isn't too large to simulate, with every rank's own blocks; the last one's RequestError if all
-    are. Runs that one has already are of that cluster.
+    are. Runs that one has already are of that cluster. Raises TooSlowError if events show that it is above `most_s`.
     """
     *others, last = choices
     for choice in others:
         with suppress(RequestError):
-            return _exact(choice, cluster)
-    return _exact(last, cluster)
+            return _exact(choice, cluster, most_s)
+    return _exact(last, cluster, most_s)
 
 
-def _exact(choice: Choice, cluster: Cluster) -> Choice:
+def _exact(choice: Choice, cluster: Cluster, most_s: float) -> Choice:
     if not choice.runs:
         return simulated(choice, cluster)
-    return replace(choice, runs={k: exactly(run, choice.problem, cluster) for k, run in choice.runs.items()})
+    runs = dict[str, Run]()
+    for phase, run in choice.runs.items():
+        left_s = most_s * (1 + ROUNDING) - sum(run.makespan_s for run in runs.values())
+        try:
+            runs[phase] = exactly(run, choice.problem, cluster, left_s)
+        except LongerError:
+            raise TooSlowError(most_s) from None
+    return replace(choice, runs=runs)
 
 
 def simulated(choice: Choice, cluster: Cluster, *, nearly_alike: bool = False) -> Choice:

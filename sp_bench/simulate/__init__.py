@@ -7,6 +7,7 @@ through, slow ranks and links, noise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -19,12 +20,12 @@ from sp_bench.plan.ops import BLOCKS, AllGather, Pass, Plan, ReduceScatter, Tran
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
-from sp_bench.simulate.flows import TaskGraph, Timing, is_compiled, solve
+from sp_bench.simulate.flows import LongerError, TaskGraph, Timing, is_compiled, solve
 from sp_bench.simulate.graph import PlanGraph, build_as_alike, build_graph
 from sp_bench.simulate.slowdown import slowed_by_transfers
 from sp_bench.simulate.uncontended import solve_rows
 
-__all__ = ["WAITING", "Run", "Span", "exactly", "least_s", "simulate"]
+__all__ = ["WAITING", "LongerError", "Run", "Span", "exactly", "least_s", "simulate"]
 
 SLOWDOWN_ROUNDS, SLOWDOWN_SETTLED = 8, 1e-4
 """Transfers slow blocks down, which changes when they run: how often at most that is worked out, and how well."""
@@ -193,8 +194,9 @@ def least_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
     return MARGIN * _run(plan, replace(graph, tasks=graph.fastest), cluster, exact=False).makespan_s
 
 
-def exactly(run: Run, problem: Problem, cluster: Cluster) -> Run:
-    """The run with every rank's own blocks. Raises RequestError if that is too large to simulate.
+def exactly(run: Run, problem: Problem, cluster: Cluster, most_s: float = math.inf) -> Run:
+    """The run with every rank's own blocks. Raises RequestError if that is too large to simulate, LongerError where
+    solving it by events shows that it is longer than `most_s`.
 
     Where ranks are nearly alike, all of them are simulated, unless that takes MANY_TASKS and they end at the same time,
     within SAME_STEP of the step, whether each is as fast as the fastest of its kind or as slow as the slowest. So it
@@ -207,21 +209,29 @@ def exactly(run: Run, problem: Problem, cluster: Cluster) -> Run:
         fast = _run(run.plan, replace(graph, tasks=graph.fastest), cluster, exact=False)
         if np.all(run.ended_s - fast.ended_s <= SAME_STEP * run.makespan_s):
             return replace(run, exact=True)
-    return _run(run.plan, build_graph(run.plan, problem, cluster), cluster, exact=True)
+    return _run(run.plan, build_graph(run.plan, problem, cluster), cluster, exact=True, most_s=most_s)
 
 
-def _run(plan: Plan, graph: PlanGraph, cluster: Cluster, *, exact: bool) -> Run:
-    timing, tasks = settle(graph, cluster.device.transfer_slowdown)
+def _run(plan: Plan, graph: PlanGraph, cluster: Cluster, *, exact: bool, most_s: float = math.inf) -> Run:
+    timing, tasks = settle(graph, cluster.device.transfer_slowdown, most_s)
     return Run(plan, graph, timing.start_s, timing.finish_s, graph.busy_s(timing), graph.work_s(tasks), exact)
 
 
-def settle(graph: PlanGraph, slowdown: float) -> tuple[Timing, TaskGraph]:
-    """When the tasks of a graph run, and the tasks with the delays that transfers leave them, if these slow blocks."""
+def settle(graph: PlanGraph, slowdown: float, most_s: float = math.inf) -> tuple[Timing, TaskGraph]:
+    """When the tasks of a graph run, and the tasks with the delays that transfers leave them, if these slow blocks.
+
+    Raises LongerError where solving them by events shows that it is after `most_s`.
+    """
     tasks, least_s, width = graph.tasks, float(graph.work_s(graph.tasks).max()), graph.quotient.ranks.size
+
+    # Tasks that nothing slows down yet may take longer on a network than those that it does. For what links carry after
+    # a message, a run doesn't wait.
+    has_later = tasks.delay_s.size > graph.items[-1].rows.stop * width
+    most_s = math.inf if has_later else most_s / MARGIN if slowdown else most_s
 
     def by_events(some: TaskGraph) -> Timing:
         few = some.delay_s.size < FEW_TASKS and not is_compiled()
-        return solve(some, "python" if few else "auto", least_s=least_s)
+        return solve(some, "python" if few else "auto", least_s=least_s, most_s=most_s)
 
     timing = solve_rows(tasks, width, by_events)
     for _ in range(SLOWDOWN_ROUNDS if slowdown else 0):

@@ -68,6 +68,8 @@ class Graph(NamedTuple):
     link_seat_start: Ints
     same_instant: Floats
     """Two entries: events closer than this, relative to the time since the start or in seconds, share one solve."""
+    most_s: Floats
+    """One entry: events after this time are left."""
 
 
 class Tasks(NamedTuple):
@@ -128,7 +130,7 @@ class Heaps(NamedTuple):
 
 
 def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held: Heaps, dirty: Heaps) -> None:
-    """Fill in start_s and finish_s; tasks on or behind a cycle keep NaN.
+    """Fill in start_s and finish_s; tasks on or behind a cycle, and those that end after most_s, keep NaN.
 
     An event is the end of a task's delay (its number) or the next end of a flow that a link holds (the number of tasks
     plus the link's). `held` has a heap for each link: the flows it holds, by the clock reading at which they end.
@@ -140,6 +142,8 @@ def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held:
             _start(g, tasks, events, task, 0.0)
     while events.size[0] > 0:
         now = events.key[events.items[0]]
+        if now > g.most_s[0]:
+            return
         latest = max(now * (1.0 + g.same_instant[0]), now + g.same_instant[1])
         n_joined = 0
         while events.size[0] > 0 and events.key[events.items[0]] <= latest:

@@ -22,6 +22,7 @@ bitwise equal. Importing this module does not import numba.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -121,23 +122,33 @@ class Timing:
         return float(self.finish_s.max(initial=0.0))
 
 
-def solve(graph: TaskGraph, solver: Solver = "auto", *, least_s: float = 0.0) -> Timing:
+class LongerError(Exception):
+    """The makespan of a graph is longer than `most_s`, at which solving it ended."""
+
+    def __init__(self, most_s: float) -> None:
+        super().__init__(f"takes longer than {most_s:.4g} s")
+        self.most_s = most_s
+
+
+def solve(graph: TaskGraph, solver: Solver = "auto", *, least_s: float = 0.0, most_s: float = math.inf) -> Timing:
     """Simulate the graph from time 0. `least_s` is a lower bound on the makespan, if the caller has one.
 
     `auto` takes numba where it can be imported and plain Python elsewhere; the results are bitwise equal. ValueError
     on an unknown solver, and on a dependency cycle, naming tasks that never started. ImportError where `numba` is asked
-    for and missing.
+    for and missing. LongerError as soon as the makespan is known to be above `most_s`.
     """
     if solver not in ("auto", "numba", "python"):
         raise ValueError(f"solver is {solver!r}: must be 'auto', 'numba' or 'python'")
-    arguments = _kernel_arguments(graph, least_s)
+    arguments = _kernel_arguments(graph, least_s, most_s)
     if solver == "numba" or (solver == "auto" and kernel.has_numba()):
         kernel.compiled_run()(*arguments)
     else:
         # Indexing a list is several times faster than indexing an array, and the functions only index.
         arguments = tuple(type(fields)(*(array.tolist() for array in fields)) for fields in arguments)
         kernel.run(*arguments)
-    tasks = arguments[1]
+    tasks, events = arguments[1], arguments[4]
+    if events.size[0]:
+        raise LongerError(most_s)
     timing = Timing(start_s=np.asarray(tasks.start_s), finish_s=np.asarray(tasks.finish_s))
     _check_complete(timing)
     return timing
@@ -186,7 +197,7 @@ def _same_instant(graph: TaskGraph, least_s: float) -> Floats:
     return ABOUT_AN_INSTANT * np.array([1.0, max(least_s, float(busy_s.max(initial=0.0)))])
 
 
-def _kernel_arguments(graph: TaskGraph, least_s: float) -> tuple[Any, ...]:
+def _kernel_arguments(graph: TaskGraph, least_s: float, most_s: float) -> tuple[Any, ...]:
     tasks = graph.delay_s.size
     hop_task, path_links, hop_load, link_bytes_per_s = _hops(graph)
     links, hops, dep_count = link_bytes_per_s.size, hop_task.size, np.diff(graph.dep_start)
@@ -206,6 +217,7 @@ def _kernel_arguments(graph: TaskGraph, least_s: float) -> tuple[Any, ...]:
         link_bytes_per_s=link_bytes_per_s,
         link_seat_start=link_seat_start,
         same_instant=_same_instant(graph, least_s),
+        most_s=np.array([most_s]),
     )
     task_state = kernel.Tasks(
         start_s=np.full(tasks, np.nan),

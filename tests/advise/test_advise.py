@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 
 from sp_bench.advise import candidates
 from sp_bench.advise.__main__ import backing, heading, how_to, main, reasons, size, what_changes
-from sp_bench.advise.candidates import LEFT_OUT, Answer, Feasible, Question, answer
-from sp_bench.advise.changes import changes
+from sp_bench.advise.candidates import LEFT_OUT, Answer, Feasible, Question, answer, answers
+from sp_bench.advise.changes import changes, to_each
 from sp_bench.advise.flags import FRAMEWORKS
 from sp_bench.cli.columns import SEVERAL
 from sp_bench.methods import REGISTRY
@@ -114,6 +115,19 @@ def test_no_answer_beyond_what_is_backed(found: Answer) -> None:
         assert (
             f"These have no interval, and can't be told apart from any other:\n  {mesh.name}: not validated (" in text
         )
+
+
+def test_questions_that_end_early_have_the_same_first_answer() -> None:
+    """Methods that take longer than today's first needn't be simulated; all others have the same steps."""
+    names = ["usp", "group_cast", "mesh", "ring"]
+    questions = [Question([*SLOW_LINKS[:-1], f"cluster.inter.bytes_per_s={rate}"], names) for rate in (5e8, 5e10)]
+    for then, whole in zip(to_each(questions, answers), answers(questions), strict=True):
+        steps_ms = {each.method.name: each.time.step_ms for each in whole.feasible}
+        assert then.feasible[0].name == whole.feasible[0].name
+        for each in then.feasible:
+            assert each.time.step_ms == steps_ms.pop(each.method.name)
+        assert min(steps_ms.values(), default=math.inf) >= then.feasible[0].time.step_ms
+        assert "usp" not in steps_ms and then.refused == whole.refused
 
 
 @pytest.mark.long

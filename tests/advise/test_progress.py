@@ -32,6 +32,18 @@ def test_times_appear_as_they_are_known_the_shortest_first(rows: bool) -> None:
     assert "ulysses" not in last.replace("about it: ulysses", "")
 
 
+def test_what_is_not_simulated_yet_has_its_bound_below_those_that_are() -> None:
+    console, file = terminal()
+    with watching(console=console) as show:
+        for number, name in enumerate(("ring", "usp", "mesh"), start=1):
+            show(Done(name, number, 3, least_ms=5.0 * number))
+        show(Done("mesh", 1, 3, 20.0))
+        show(Done("usp", 2, 3))
+    last = file.getvalue()
+    assert last.rindex("20 ms") < last.rindex("at least 5 ms")
+    assert "at least 15 ms" not in last[last.rindex("20 ms") :]
+
+
 def test_a_pipe_gets_nothing() -> None:
     file = io.StringIO()
     with watching(console=Console(file=file)) as show:

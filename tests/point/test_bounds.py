@@ -11,8 +11,9 @@ from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Attend, AttendBackward, Block
 from sp_bench.point import choose as choosing
-from sp_bench.point.choose import TooSlowError, choose, variants
+from sp_bench.point.choose import Choice, TooSlowError, choose, variants
 from sp_bench.point.method_bounds import least_computed_s, least_s
+from sp_bench.point.request import Request
 from sp_bench.point.variant_bounds import blocks_s
 from sp_bench.simulate import simulate
 from tests.support.points import point
@@ -73,6 +74,28 @@ def test_nothing_is_simulated_that_takes_longer_than_a_limit(monkeypatch: pytest
     with pytest.raises(TooSlowError) as raised:
         choose(request, 0.2 * step_s)
     assert 0.2 * step_s < raised.value.least_s <= step_s
+
+
+@pytest.mark.parametrize("name", ["mesh", "zigzag", "usp", "all_gather", "group_cast"])
+def test_a_limit_changes_nothing_of_what_is_below_it(name: str) -> None:
+    """What takes longer ends early, and what it takes at least is above the limit and below its step."""
+    request = point(f"method={name}", *ASKED)
+    whole = choose(request)
+    for share in (0.5, 0.9, 0.97, 0.999, 1.0, 1.1):
+        limited, least_s = chosen_below(request, share * whole.total_s)
+        if limited:
+            assert (limited.total_s, limited.candidates) == (whole.total_s, whole.candidates)
+        else:
+            assert share < 1 and share * whole.total_s <= least_s <= whole.total_s
+
+
+def chosen_below(request: Request, most_s: float) -> tuple[Choice | None, float]:
+    """What is chosen below a limit, and what it takes; None with a bound where it takes longer."""
+    try:
+        chosen = choose(request, most_s)
+    except TooSlowError as error:
+        return None, error.least_s
+    return chosen, chosen.total_s
 
 
 def test_a_limit_hides_no_refusal() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sp_bench.simulate import _flows_numba as kernel
 from sp_bench.simulate import flows
-from sp_bench.simulate.flows import Solver, TaskGraph, solve
+from sp_bench.simulate.flows import LongerError, Solver, TaskGraph, solve
 from tests.support.flow_graphs import RELATIVE, SOLVERS, Task, assert_within_capacity, exact_finish_s, graph_of
 from tests.support.marks import exhaustive
 
@@ -241,6 +241,20 @@ def test_a_ring_of_256_takes_the_longer_of_transfer_and_compute(
     assert timing.makespan_s == pytest.approx(makespan_s, rel=1e-12)
     sends = timing.finish_s[::2].reshape(255, 256)
     np.testing.assert_allclose(sends, np.arange(1, 256)[:, None] * np.full(256, 171.77216e-6), rtol=1e-12)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@given(random_dags(), st.floats(0.0, 1.5))
+def test_a_limit_ends_only_what_takes_longer(
+    solver: Solver, case: tuple[list[Task], list[float]], share: float
+) -> None:
+    whole = solve(graph_of(*case), solver)
+    limit_s = share * whole.makespan_s
+    if limit_s >= whole.makespan_s:
+        assert np.array_equal(solve(graph_of(*case), solver, most_s=limit_s).finish_s, whole.finish_s)
+    else:
+        with pytest.raises(LongerError):
+            solve(graph_of(*case), solver, most_s=limit_s)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
