@@ -308,7 +308,9 @@ def how_to(found: Answer, overrides: Sequence[str] = ()) -> list[str]:
                 checked = f" ({FRAMEWORKS[name].checked})" if name in FRAMEWORKS else ""
                 lines += [f"    {name}{checked}:", *(f"      {line}" for line in text.splitlines())]
         if elsewhere:
-            break
+            return lines
+    if found.hopeless:
+        lines.append("  with every_method=true: what frameworks call the settings of the methods that take longer")
     return lines
 
 

@@ -154,6 +154,7 @@ def test_what_would_change_the_answer(found: Answer) -> None:
 @pytest.mark.long
 def test_a_method_that_no_framework_has_comes_with_the_best_that_one_has(found: Answer) -> None:
     mesh = next(each for each in found.feasible if each.method.name == "mesh")
+    assert "every_method=true" in how_to(Answer(found.config, [mesh], hopeless={"usp": 9.0}))[-1]
     lines = how_to(Answer(found.config, [mesh, *found.feasible]))
     assert any(line.startswith(f"  {mesh.name}: none of torchtitan, Megatron-LM") for line in lines)
     assert any(line.split()[0] in FRAMEWORKS for line in lines if line.startswith("    "))
