@@ -32,6 +32,8 @@ from sp_bench.cli.columns import make_console
 from sp_bench.cli.words import amount, number
 from sp_bench.errors import RequestError
 
+COMMAND = ("compare", "A B same=0.02", "SAME, FASTER, SLOWER or AMBIGUOUS, point by point")
+
 USAGE = """\
 python -m analysis.compare A B [same=0.02] [csv=FILE] [fail_slower=true|false] [--markdown]
 

@@ -17,6 +17,8 @@ from sp_bench.records import Record, write_whole
 from sp_bench.records.gather import gather
 from sp_bench.terminal import say
 
+COMMAND = ("explore", "FOLDER ... drawings=500", "one page to filter, draw and compare records")
+
 USAGE = """\
 python -m analysis.explore FOLDER ... [out=FILE] [drawings=500] [--config-dir DIR]
 python -m analysis.explore FOLDER ... --serve [port=8765] [--config-dir DIR]

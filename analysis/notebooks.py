@@ -20,6 +20,8 @@ from sp_bench.analysis.studies import SLOT, Study, study_named
 from sp_bench.cli.arguments import keys_and_paths, run_command
 from sp_bench.resources import ROOT
 
+COMMAND = ("notebooks", "STUDY ...", "a study's page as an executed notebook")
+
 RECORDS = "SP_BENCH_RECORDS"
 """The environment variable with the folder of records; without it, that of the study."""
 TIMEOUT_S = 600

@@ -20,6 +20,8 @@ from sp_bench.plan.method import PHASES
 from sp_bench.records import Record
 from sp_bench.workload import workload_named
 
+COMMAND = ("pictures", "RECORD ...", "a record's timeline, assignment matrix and bound")
+
 __all__ = ["assignment", "bound_bars", "timeline"]
 
 USAGE = """\

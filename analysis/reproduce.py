@@ -20,6 +20,8 @@ from sp_bench.cli.arguments import flag, only_keys, run_command, writable_folder
 from sp_bench.errors import RequestError, unknown
 from sp_bench.resources import ROOT
 
+COMMAND = ("reproduce", "paper=all | study=NAME", "the papers' tables and figures beside ours")
+
 USAGE = """\
 python -m analysis.reproduce [paper=NAME,NAME] [out=FOLDER] [notebooks=true|false]
 

@@ -37,6 +37,8 @@ from sp_bench.slurm.progress import progress
 from sp_bench.slurm.settings import load
 from sp_bench.terminal import say
 
+COMMAND = ("sweep", "sweep=NAME | status | resume | cancel DIR", "points as SLURM job arrays; status, resume, cancel")
+
 FLAGS = ("--dry-run", "--wait", "--watch")
 
 

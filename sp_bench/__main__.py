@@ -8,6 +8,8 @@ from pathlib import Path
 
 from sp_bench.terminal import fitted, say
 
+COMMAND = ("run", "[-m] key=value ...", "a point beside a baseline; with -m each combination of values")
+
 FLAGS = ("-m", "--multirun", "--all", "--json", "--cfg", "-h", "--help")
 
 

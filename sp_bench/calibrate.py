@@ -66,6 +66,8 @@ from sp_bench.terminal import say
 if TYPE_CHECKING:
     from sp_bench.calibrating.pairs import PairRate
 
+COMMAND = ("calibrate", "name=calibrated quick=false", "measures this machine and writes a cluster file")
+
 DEFAULTS: dict[str, Any] = {
     "name": "calibrated", "out": None, "cluster": None, "device": "auto", "kernel": "auto", "head_dim": None,
     "heads": None, "kv_heads": None, "ranks": "auto", "repetitions": None, "sustained_s": 0, "quick": False,

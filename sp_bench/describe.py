@@ -36,6 +36,8 @@ from sp_bench.reading import Count, Tokens, read
 from sp_bench.records.interval import Interval
 from sp_bench.terminal import fitted
 
+COMMAND = ("describe", "key=value ...", "draws a method: assignment matrix, steps, a rank's program")
+
 MOST_RANKS = 40
 """The most ranks that can be described: wider matrices don't fit a terminal."""
 TABLE_N = 16

@@ -42,6 +42,8 @@ from sp_bench.reading import Count, read
 from sp_bench.terminal import fitted
 from sp_bench.workload import TOLERANCE
 
+COMMAND = ("doctor", "ranks=auto", "what this machine can run, what is wrong, and the fix")
+
 DEFAULTS: dict[str, Any] = {"out": None, "device": "auto", "ranks": "auto", "dtype": "auto", "head_dim": 128}
 MOST_CPU_RANKS = 8
 DTYPES = {"cuda": ("bfloat16",), "cpu": ("float32", "bfloat16")}

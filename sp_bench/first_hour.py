@@ -44,6 +44,8 @@ from sp_bench.launch import launched
 from sp_bench.methods import REGISTRY
 from sp_bench.terminal import say
 
+COMMAND = ("first-hour", "out=DIR quick=false", "doctor, calibration, exactness, points: all in one folder")
+
 DEFAULTS: dict[str, Any] = {
     "out": "first_hour", "device": "auto", "ranks": "auto", "cluster": "null", "quick": "false", "force": "false",
 }  # fmt: skip

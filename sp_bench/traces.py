@@ -50,6 +50,8 @@ from sp_bench.tracing.compared import BLOCKS, Row, compared, refit, steps
 from sp_bench.tracing.kineto import Collective, Trace, read_trace
 from sp_bench.tracing.streams import lines
 
+COMMAND = ("traces", "run out=DIR key=value ... | DIR rows=20", "profiler traces beside the simulator, step by step")
+
 DEFAULTS: dict[str, Any] = {"point": None, "rank": None, "out": None, "rows": 20}
 POINT = "point.json"
 LABEL = 60

@@ -35,6 +35,8 @@ from sp_bench.reading import read
 from sp_bench.records.gather import gather
 from sp_bench.terminal import say
 
+COMMAND = ("wandb-upload", "FOLDER ... project=sp_bench", "W&B runs of records that are there already")
+
 TIMEOUT_S = 60.0
 """The default of timeout_s: longer than a benchmark would wait."""
 GIVE_UP_AFTER = 3

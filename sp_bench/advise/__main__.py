@@ -54,6 +54,12 @@ from sp_bench.point.unread import unread
 from sp_bench.records import Record
 from sp_bench.terminal import fitted, say
 
+COMMAND = (
+    "advise",
+    "gpus=64 seqlen=1M cluster=... memory=60GB plots=FILE changes=false | batch_tokens=4M",
+    "ranks all methods for a cluster, and says how sure that is",
+)
+
 UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
 ALL = "--all"
 WHERE_THERE_IS_ROOM = ("interval", "MFU", "peak mem", "/ least", "bound by", "layout", "sent/GPU", "least, own split")

@@ -1,104 +1,62 @@
-"""The commands: `sp-bench NAME ...`, or python -m MODULE. Imports little: each module when its command is run."""
+"""The commands: `sp-bench NAME ...`, or python -m MODULE. Imports little: each module when its command is run.
+
+A module is a command if it has a line `COMMAND = (name, usage, does)`: its name, its arguments with the keys that are
+its own, and what it does in at most 62 characters. Such modules are sp_bench/NAME.py, sp_bench/NAME/__main__.py,
+analysis/NAME.py and slurm/NAME.py. Their text is read, so that none is imported for the list.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
+from sp_bench.checkout import PACKAGE, place
 from sp_bench.errors import RequestError
 from sp_bench.terminal import say
+
+_LINE = re.compile(r"^COMMAND = (\(.*?\))$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Command:
     """A command of `sp-bench`."""
 
-    module: str
-    """The module that `python -m` runs."""
+    main_in: str
+    """The module with main(arguments)."""
     usage: str
-    """Its arguments, with the keys that are its own."""
     does: str
-    """In at most 62 characters."""
-    main_in: str = ""
-    """The module below it that has main(arguments), if not itself."""
+
+    @property
+    def module(self) -> str:
+        """The module that `python -m` runs."""
+        return self.main_in.removesuffix(".__main__")
 
     def run(self, arguments: Sequence[str]) -> int:
         """Run it; return the exit code."""
         try:
-            module = import_module(self.module + self.main_in)
+            module = import_module(self.main_in)
         except RequestError as error:  # an extra that isn't installed
             say(f"{self.module}: {error}")
             return 2
         return module.main(list(arguments))
 
 
-IN_MAIN = ".__main__"
-COMMANDS = {
-    "run": Command(
-        "sp_bench", "[-m] key=value ...", "a point beside a baseline; with -m each combination of values", IN_MAIN
-    ),
-    "advise": Command(
-        "sp_bench.advise",
-        "gpus=64 seqlen=1M cluster=... memory=60GB plots=FILE changes=false | batch_tokens=4M",
-        "ranks all methods for a cluster, and says how sure that is",
-        IN_MAIN,
-    ),
-    "describe": Command(
-        "sp_bench.describe", "key=value ...", "draws a method: assignment matrix, steps, a rank's program"
-    ),
-    "doctor": Command("sp_bench.doctor", "ranks=auto", "what this machine can run, what is wrong, and the fix"),
-    "calibrate": Command(
-        "sp_bench.calibrate", "name=calibrated quick=false", "measures this machine and writes a cluster file"
-    ),
-    "first-hour": Command(
-        "sp_bench.first_hour", "out=DIR quick=false", "doctor, calibration, exactness, points: all in one folder"
-    ),
-    "conform": Command(
-        "sp_bench.conform",
-        "my_module:fn sizes=1,2,4 checks=out,dq profile=short",
-        "checks your attention against fp64, as training calls it",
-        IN_MAIN,
-    ),
-    "sweep": Command(
-        "sp_bench.slurm.sweep",
-        "sweep=NAME | status | resume | cancel DIR",
-        "points as SLURM job arrays; status, resume, cancel",
-    ),
-    "traces": Command(
-        "sp_bench.traces",
-        "run out=DIR key=value ... | DIR rows=20",
-        "profiler traces beside the simulator, step by step",
-    ),
-    "compare": Command(
-        "sp_bench.analysis.compare", "A B same=0.02", "SAME, FASTER, SLOWER or AMBIGUOUS, point by point"
-    ),
-    "explore": Command(
-        "sp_bench.analysis.explore", "FOLDER ... drawings=500", "one page to filter, draw and compare records"
-    ),
-    "pictures": Command("sp_bench.analysis.pictures", "RECORD ...", "a record's timeline, assignment matrix and bound"),
-    "records": Command(
-        "sp_bench.records",
-        "collect | check | schema | fields PATH ...",
-        "tables of records, checks of others', their JSON Schema",
-        IN_MAIN,
-    ),
-    "wandb-upload": Command(
-        "sp_bench.wandb_upload", "FOLDER ... project=sp_bench", "W&B runs of records that are there already"
-    ),
-    "reproduce": Command(
-        "sp_bench.analysis.reproduce", "paper=all | study=NAME", "the papers' tables and figures beside ours"
-    ),
-    "notebooks": Command("sp_bench.analysis.notebooks", "STUDY ...", "a study's page as an executed notebook"),
-    "validate": Command(
-        "sp_bench.validate",
-        "key=value ... | published | documents | steps",
-        "how far simulated points are from measured ones",
-        IN_MAIN,
-    ),
-}
-"""All commands, by name: those that answer first, then those that measure, then those that read records."""
+def _found() -> Iterator[tuple[str, Command]]:
+    """The names and commands of all modules that have one."""
+    folders = {"sp_bench": PACKAGE, "sp_bench.analysis": place("analysis"), "sp_bench.slurm": place("slurm")}
+    for package, folder in folders.items():
+        for path in (*folder.glob("*.py"), *folder.glob("*/__main__.py")):
+            if line := _LINE.search(path.read_text()):
+                name, usage, does = ast.literal_eval(line[1])
+                module = ".".join(path.relative_to(folder).with_suffix("").parts)
+                yield name, Command(f"{package}.{module}", usage, does)
+
+
+COMMANDS = dict(sorted(_found(), key=lambda each: (each[0] != "run", each[0])))
+"""All commands, by name: `run`, which is the default, and the others in order."""
 
 
 def commands_with(key: str) -> list[str]:

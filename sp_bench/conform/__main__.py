@@ -40,6 +40,12 @@ from sp_bench.errors import RequestError, nearest, unknown
 from sp_bench.extras import require
 from sp_bench.reading import Count, NotNegative, Seconds, read
 
+COMMAND = (
+    "conform",
+    "my_module:fn sizes=1,2,4 checks=out,dq profile=short",
+    "checks your attention against fp64, as training calls it",
+)
+
 KEYS = ("profile", "sizes", "checks", "markdown", "junit", "shrink_s", "timeout_s")
 
 

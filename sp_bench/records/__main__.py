@@ -26,6 +26,12 @@ from sp_bench.records.json_schema import json_schema
 from sp_bench.records.tables import write_tables
 from sp_bench.terminal import say
 
+COMMAND = (
+    "records",
+    "collect | check | schema | fields PATH ...",
+    "tables of records, checks of others', their JSON Schema",
+)
+
 MODES_IN_WORDS = {"measure": "measured", "alone": "measured alone", "simulate": "simulated", "report": "reported"}
 
 

@@ -10,6 +10,12 @@ import sys
 
 from sp_bench.validate import documents, machine, published, steps
 
+COMMAND = (
+    "validate",
+    "key=value ... | published | documents | steps",
+    "how far simulated points are from measured ones",
+)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
