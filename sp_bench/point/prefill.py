@@ -17,16 +17,16 @@ import numpy as np
 from sp_bench import account
 from sp_bench.check import check_all
 from sp_bench.cluster import Cluster
-from sp_bench.errors import RequestError
 from sp_bench.plan.problem import Problem
 from sp_bench.point.backing import validated
 from sp_bench.point.choose import Choice, DeviceMemoryError, chosen_of, simulated
-from sp_bench.point.counted import counted, rates, with_sums
+from sp_bench.point.counted import counted, with_sums
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
-from sp_bench.point.simulated import no_longest
+from sp_bench.point.simulated import no_longest, refuse_unknown
+from sp_bench.point.simulated_record import simulated_record
 from sp_bench.records import Record
-from sp_bench.records.quantities import Breakdown, Memory, Timing, Traffic, TrainingStep
+from sp_bench.records.quantities import Breakdown, Memory, Traffic, TrainingStep
 from sp_bench.simulate.beside import alone_s, beside, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, link_classes, lower_bounds
 from sp_bench.simulate.graph import build_graph
@@ -238,37 +238,34 @@ def simulate_prefill(request: Request) -> Record:
             dense_ms=1e3 * dense_s,
             tensor_sum_ms=1e3 * sum(chunk.summed_s for chunk in chunks),
         )
-    parts = (
-        request.asked(),
-        replace(
-            plans.setup,
-            kernel=request.cluster.device.figures(choice.problem),
-            implementation=request.cluster.device.implementation.name,
-            **validation.setup(),
-        ),
-        Timing(step_ms_median=step_ms, **validation.ends(step_ms), forward_ms_median=step_ms),
-        rates(request, step_ms, plans.setup.device_name),
-        replace(_with_sums(plans.traffic, chunks, degree), comm_bytes_by_link=by_link),
-        Breakdown(
-            bound_ms=1e3 * bound_s,
-            bound_by=bound_by,
-            compute_ms=computed_ms,
-            exposed_comm_ms=step_ms - computed_ms,
-            rank_idle_ms_max=1e3 * sum(chunk.idle_s for chunk in chunks) if degree == 1 else None,
-            rank_imbalance=None if costs else float(busy_s.max() / busy_s.mean()),
-        ),
-        Memory(
-            peak_mem_bytes_max=held.peak_bytes,
-            peak_mem_source=costs.sources if costs else SOURCE,
-            peak_mem_bytes_expected=held.peak_bytes,
-        ),
-        request.workload.prompt(request.problem).timed(step_ms, [1e3 * chunk.whole_s for chunk in chunks]),
-        held.described(step),
+    inside = Breakdown(
+        bound_ms=1e3 * bound_s,
+        bound_by=bound_by,
+        compute_ms=computed_ms,
+        exposed_comm_ms=step_ms - computed_ms,
+        rank_idle_ms_max=1e3 * sum(chunk.idle_s for chunk in chunks) if degree == 1 else None,
+        rank_imbalance=None if costs else float(busy_s.max() / busy_s.mean()),
     )
-    notes = [*request.notes, *request.cluster.notes(choice.problem), costs.note if costs else ALONE]
-    notes += [SUMS.format(degree)] * (degree > 1)
-    notes += [SUNK] * bool(request.asked().sinks)
-    return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *parts, notes=notes)
+    memory = Memory(
+        peak_mem_bytes_max=held.peak_bytes,
+        peak_mem_source=costs.sources if costs else SOURCE,
+        peak_mem_bytes_expected=held.peak_bytes,
+    )
+    prompt_parts = request.workload.prompt(request.problem).timed(step_ms, [1e3 * chunk.whole_s for chunk in chunks])
+    notes = [costs.note if costs else ALONE] + [SUMS.format(degree)] * (degree > 1)
+    return simulated_record(
+        request,
+        choice,
+        plans,
+        validation,
+        step_ms=step_ms,
+        phases_ms={PHASE: step_ms},
+        inside=inside,
+        traffic=replace(_with_sums(plans.traffic, chunks, degree), comm_bytes_by_link=by_link),
+        memory=memory,
+        others=(prompt_parts, held.described(step)),
+        notes=notes + [SUNK] * bool(request.asked().sinks),
+    )
 
 
 def _chunks(prompt: _Prompt, choice: Choice) -> list[Chunk]:
@@ -290,10 +287,7 @@ def _chosen(request: Request) -> Choice:
     """
     prompt = _Prompt(request, request.cluster)
     if prompt.workload.model:
-        request.cluster.device.matmul_flops_per_s(request.problem.dtype)
-        if request.cluster.stragglers:
-            rule = "slow ranks are simulated for the attention only"
-            raise RequestError("stragglers", rule, "workload=attention would work")
+        refuse_unknown(request)
     attentions, kinds = prompt.workload.attentions(request.problem), len(prompt.layers)
     chunks = [attentions[first : first + kinds] for first in range(0, len(attentions), kinds)]
     asked = [_with_the_rest(prompt, replace(request, problem=each), chunk) for chunk in chunks for each in chunk]

@@ -13,13 +13,14 @@ from sp_bench.check import check_all
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.ops import BLOCKS
-from sp_bench.point.backing import Validation, validated
+from sp_bench.point.backing import validated
 from sp_bench.point.choose import Choice, choose_attentions
-from sp_bench.point.counted import counted, rates
+from sp_bench.point.counted import counted
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
+from sp_bench.point.simulated_record import simulated_record
 from sp_bench.records import Record
-from sp_bench.records.quantities import Breakdown, Memory, Setup, Timing
+from sp_bench.records.quantities import Breakdown, Memory
 from sp_bench.records.timeline import SimulatedTimeline
 from sp_bench.simulate import WAITING, Run, simulate
 from sp_bench.simulate.beside import alone_s, ring_traffic
@@ -76,6 +77,14 @@ def no_longest() -> RequestError:
     return RequestError("seqlen=max", rule, "workload=train model=llama3_8b mode=simulate would work")
 
 
+def refuse_unknown(request: Request) -> None:
+    """Raise RequestError for what isn't known on this cluster of steps that have more than attention."""
+    request.cluster.device.matmul_flops_per_s(request.problem.dtype)
+    if request.cluster.stragglers:
+        rule = "slow ranks are simulated for the attention only"
+        raise RequestError("stragglers", rule, "workload=attention would work")
+
+
 def simulate_point(request: Request, most_s: float = math.inf) -> tuple[Record, Choice]:
     """The record of a simulated point, and the simulation of its plans. Raises TooSlowError as choose does.
 
@@ -89,13 +98,6 @@ def simulate_point(request: Request, most_s: float = math.inf) -> tuple[Record, 
     for phase, times, run in executed:
         times_ms[phase] += 1e3 * times * run.makespan_s
     step_ms = sum(times_ms.values())
-    validation = validated(request, choice)
-    times = Timing(
-        step_ms_median=step_ms,
-        **validation.ends(step_ms),
-        forward_ms_median=times_ms.get("forward"),
-        backward_ms_median=times_ms.get("backward"),
-    )
     by_link, bound_ms, bound_by = _bounds(request, choice)
     busy_ms = 1e3 * np.sum([times * run.busy_s for _, times, run in executed], axis=0)
     inside = Breakdown(
@@ -106,22 +108,20 @@ def simulate_point(request: Request, most_s: float = math.inf) -> tuple[Record, 
         rank_idle_ms_max=1e3 * sum(times * float(run.idle_s.max()) for _, times, run in executed),
         rank_imbalance=float(busy_ms.max() / busy_ms.mean()),
     )
-    parts = (
-        request.asked(),
-        _setup(request, choice, plans.setup, validation),
-        times,
-        rates(request, step_ms, plans.setup.device_name),
-        replace(plans.traffic, comm_bytes_by_link=by_link),
-        inside,
-        _memory(request, choice, plans.memory),
-        request.workload.prompt(request.problem),
-        request.workload.described(request.problem),
+    record = simulated_record(
+        request,
+        choice,
+        plans,
+        validated(request, choice),
+        step_ms=step_ms,
+        phases_ms=times_ms,
+        inside=inside,
+        traffic=replace(plans.traffic, comm_bytes_by_link=by_link),
+        memory=_memory(request, choice, plans.memory),
+        others=(request.workload.prompt(request.problem), request.workload.described(request.problem)),
+        notes=[SUNK] if request.asked().sinks else [],
     )
-    notes = [*request.notes, *request.cluster.notes(choice.problem)]
-    if request.asked().sinks:
-        notes.append(SUNK)
-    status = "incorrect" if plans.wrong else "ok"
-    return request.record(status, plans.wrong or None, *parts, notes=notes), choice
+    return record, choice
 
 
 def _memory(request: Request, choice: Choice, memory: Memory) -> Memory:
@@ -141,13 +141,6 @@ def _summed_s(request: Request, phase: str, cluster: Cluster) -> float:
     """Seconds of what ranks sum after a phase, the gradient of sinks, by a ring that nothing hides."""
     n, sent = request.problem.n, sum(request.workload.sent_otherwise(phase, request.problem).values())
     return alone_s([cluster.network(n, idle=True)], n, sent, 2 * (n - 1))
-
-
-def _setup(request: Request, choice: Choice, setup: Setup, validation: Validation) -> Setup:
-    """The setup, with the figures behind the times and the measurements that back them."""
-    device = request.cluster.device
-    figures = {"kernel": device.figures(choice.problem), "implementation": device.implementation.name}
-    return replace(setup, **figures, **validation.setup())
 
 
 def _bounds(request: Request, choice: Choice) -> tuple[dict[str, float], float, str]:

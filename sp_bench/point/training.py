@@ -21,11 +21,13 @@ from sp_bench.errors import RequestError
 from sp_bench.plan.problem import Problem
 from sp_bench.point.backing import validated
 from sp_bench.point.choose import Choice, DeviceMemoryError, choose_attentions
-from sp_bench.point.counted import counted, rates, with_sums
+from sp_bench.point.counted import counted, with_sums
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import LEAST_STEP, Request
+from sp_bench.point.simulated import refuse_unknown
+from sp_bench.point.simulated_record import simulated_record
 from sp_bench.records import Record
-from sp_bench.records.quantities import Breakdown, Memory, Timing, Traffic
+from sp_bench.records.quantities import Breakdown, Memory, TrainingStep
 from sp_bench.simulate.beside import alone_s, beside, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, link_classes
 from sp_bench.simulate.graph import build_graph
@@ -126,7 +128,7 @@ def simulate_training(request: Request, cluster: Cluster | None = None) -> Recor
 def simulate_chosen(request: Request, cluster: Cluster | None = None) -> tuple[Record, Choice]:
     """The same record, and the variant of the attention that was chosen."""
     costs = _costs(request)
-    _refuse(request)
+    refuse_unknown(request)
     held = costs.held_bytes()
     choice = _choose(replace(request, cluster=_parts(costs, request.cluster)[0]), costs, held)
     for each in choice.attentions:
@@ -141,11 +143,35 @@ def simulate_chosen(request: Request, cluster: Cluster | None = None) -> tuple[R
     plans, validation = counted(request, choice), validated(request, choice)
     held |= {"attention": plans.memory.peak_mem_bytes_expected or 0}
     step_ms = 1e3 * sum(times.phases_s.values())
-    others = sum(sum(request.workload.sent_otherwise(p, request.problem).values()) for p in request.phases)
-    executions = [request.workload.executions(i) for i in range(len(choice.attentions))]
-    bound = _Bound(executions, others, times.computed_s)
-    by_link, bound_s, bound_by = bound.of(choice, costs, parts, whole)
-    step = replace(
+    by_link, bound_s, bound_by = _bound(request, choice, costs, parts, whole, times.computed_s)
+    record = simulated_record(
+        request,
+        choice,
+        plans,
+        validation,
+        step_ms=step_ms,
+        phases_ms={phase: 1e3 * seconds for phase, seconds in times.phases_s.items()},
+        inside=Breakdown(
+            bound_ms=1e3 * bound_s,
+            bound_by=bound_by,
+            compute_ms=1e3 * times.computed_s,
+            exposed_comm_ms=step_ms - 1e3 * times.computed_s,
+        ),
+        traffic=replace(with_sums(plans.traffic, _tensor_bytes(costs)), comm_bytes_by_link=by_link),
+        memory=Memory(
+            peak_mem_bytes_max=sum(held.values()),
+            peak_mem_source="parameters, gradients, optimizer, activations, and the attention's from its plans",
+            peak_mem_bytes_expected=sum(held.values()),
+        ),
+        others=(_described(request, costs, times, held),),
+        notes=_notes(request.cluster, costs, degree),
+    )
+    return record, choice
+
+
+def _described(request: Request, costs: TrainingCosts, times: StepTimes, held: Mapping[str, int]) -> TrainingStep:
+    """The parts of the step, and its memory by kind."""
+    return replace(
         request.workload.described(request.problem),
         attention_ms=1e3 * times.attention_s,
         full_attention_ms=1e3 * times.full_attention_s if request.workload.in_one_layout else None,
@@ -159,42 +185,16 @@ def simulate_chosen(request: Request, cluster: Cluster | None = None) -> tuple[R
         host_bytes=costs.host_bytes,
         **{f"{kind}_bytes": size for kind, size in held.items()},
     )
-    fields = (
-        request.asked(),
-        replace(
-            plans.setup,
-            kernel=request.cluster.device.figures(choice.problem),
-            implementation=request.cluster.device.implementation.name,
-            **validation.setup(),
-        ),
-        Timing(
-            step_ms_median=step_ms,
-            **validation.ends(step_ms),
-            **{f"{name}_ms_median": 1e3 * s for name, s in times.phases_s.items()},
-        ),
-        rates(request, step_ms, plans.setup.device_name),
-        _traffic(plans.traffic, costs, by_link),
-        Breakdown(
-            bound_ms=1e3 * bound_s,
-            bound_by=bound_by,
-            compute_ms=1e3 * times.computed_s,
-            exposed_comm_ms=step_ms - 1e3 * times.computed_s,
-        ),
-        Memory(
-            peak_mem_bytes_max=sum(held.values()),
-            peak_mem_source="parameters, gradients, optimizer, activations, and the attention's from its plans",
-            peak_mem_bytes_expected=sum(held.values()),
-        ),
-        step,
-    )
-    along = [] if not costs.sharded else [WAITED] if request.cluster.cores else [ALONG]
-    device = request.cluster.device
-    fused = [FUSED] if device.elementwise_bytes_per_s == device.memory_bytes_per_s else []
-    notes = [*request.notes, *request.cluster.notes(choice.problem), *fused, *along]
+
+
+def _notes(cluster: Cluster, costs: TrainingCosts, degree: int) -> list[str]:
+    """Remarks on what overlaps in the step, and on rates that are taken to be the best."""
+    device = cluster.device
+    notes = [FUSED] * (device.elementwise_bytes_per_s == device.memory_bytes_per_s)
+    notes += [WAITED if cluster.cores else ALONG] * costs.sharded
     notes += [COPIED] * costs.training.offload
     notes += [SUNK] * costs.model.sinks
-    notes += [TENSOR.format(degree)] * (degree > 1)
-    return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *fields, notes=notes), choice
+    return notes + [TENSOR.format(degree)] * (degree > 1)
 
 
 def least_compute_s(request: Request) -> float:
@@ -224,14 +224,6 @@ def _costs(request: Request) -> TrainingCosts:
     workload, cluster = cast("Train", request.workload), request.cluster
     crowding = cluster.crowding(request.problem.n * workload.training.tensor_parallel * workload.groups)
     return workload.costs(request.problem, cluster.device, crowding)
-
-
-def _refuse(request: Request) -> None:
-    """Raise RequestError for what isn't known of a training step on this cluster."""
-    request.cluster.device.matmul_flops_per_s(request.problem.dtype)
-    if request.cluster.stragglers:
-        rule = "slow ranks are simulated for the attention only"
-        raise RequestError("stragglers", rule, "workload=attention would work")
 
 
 def _times(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole: Cluster) -> StepTimes:
@@ -358,51 +350,44 @@ def _layer(
     )
 
 
-def _traffic(traffic: Traffic, costs: TrainingCosts, by_link: dict[str, float]) -> Traffic:
-    """The traffic of a step, with the sums within tensor-parallel groups."""
-    return replace(with_sums(traffic, _tensor_bytes(costs)), comm_bytes_by_link=by_link)
-
-
 def _tensor_bytes(costs: TrainingCosts) -> float:
     """Bytes that each GPU sends in a step within its tensor-parallel group."""
     layers, sums = costs.model.layers, costs.tensor_sums
     return costs.turns * costs.tensor_sum_bytes * (layers * (sums["forward"] + sums["backward"]) + sums["outside"])
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """A lower bound on a step."""
-
-    times: Sequence[Mapping[str, int]]
-    """How often each plan of each attention is executed, by its phase."""
-    collective_bytes: int
-    """Bytes that each GPU sends to those with its place in other tensor-parallel groups, beside the attention."""
-    computed_s: float
-
-    def of(
-        self, choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole: Cluster
-    ) -> tuple[dict[str, float], float, str]:
-        """(bytes across each class of links per GPU, a lower bound on the step in s, what sets it)."""
-        problem, degree, network = choice.problem, len(parts), whole.network(costs.gpus)
-        of_attention, crossed = np.zeros((2, network.link_bytes_per_s.size))
-        for part in parts:
-            own, every = part.network(problem.n), part.network(costs.ranks)
-            for each, times in zip(choice.attentions, self.times, strict=True):
-                for phase, plan in each.plans.items():
-                    of_attention += times[phase] * link_bytes(own, account.traffic(plan, each.problem, part))
-            if costs.ranks > 1:
-                crossed += link_bytes(every, ring_traffic(every, costs.ranks, self.collective_bytes))
-        if degree > 1:
-            crossed += link_bytes(network, ring_traffic(network, degree, _tensor_bytes(costs)))
-        crossed += of_attention
-        bounds_s = {"compute": self.computed_s} | {
-            name: float((crossed[links] / network.link_bytes_per_s[links]).max(initial=0.0))
-            for name, links in link_classes(network).items()
-        }
-        bound_by = max(bounds_s, key=lambda name: bounds_s[name])
-        others = (costs.training.data_parallel - 1) * of_attention  # the groups are alike
-        by_link = {name: size / costs.gpus for name, size in by_link_class(network, crossed + others).items()}
-        return by_link, bounds_s[bound_by], bound_by
+def _bound(
+    request: Request,
+    choice: Choice,
+    costs: TrainingCosts,
+    parts: Sequence[Cluster],
+    whole: Cluster,
+    computed_s: float,
+) -> tuple[dict[str, float], float, str]:
+    """(bytes across each class of links per GPU, a lower bound on the step in s, what sets it)."""
+    problem, degree, network = choice.problem, len(parts), whole.network(costs.gpus)
+    # To the GPUs with its place in other tensor-parallel groups, beside the attention.
+    sent = sum(sum(request.workload.sent_otherwise(p, request.problem).values()) for p in request.phases)
+    of_attention, crossed = np.zeros((2, network.link_bytes_per_s.size))
+    for part in parts:
+        own, every = part.network(problem.n), part.network(costs.ranks)
+        for i, each in enumerate(choice.attentions):
+            times = request.workload.executions(i)
+            for phase, plan in each.plans.items():
+                of_attention += times[phase] * link_bytes(own, account.traffic(plan, each.problem, part))
+        if costs.ranks > 1:
+            crossed += link_bytes(every, ring_traffic(every, costs.ranks, sent))
+    if degree > 1:
+        crossed += link_bytes(network, ring_traffic(network, degree, _tensor_bytes(costs)))
+    crossed += of_attention
+    bounds_s = {"compute": computed_s} | {
+        name: float((crossed[links] / network.link_bytes_per_s[links]).max(initial=0.0))
+        for name, links in link_classes(network).items()
+    }
+    bound_by = max(bounds_s, key=lambda name: bounds_s[name])
+    others = (costs.training.data_parallel - 1) * of_attention  # the groups are alike
+    by_link = {name: size / costs.gpus for name, size in by_link_class(network, crossed + others).items()}
+    return by_link, bounds_s[bound_by], bound_by
 
 
 def longest(request: Request) -> int:
