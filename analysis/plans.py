@@ -33,10 +33,10 @@ def _chosen(config: str) -> Choice:
     return choose(resolve(json.loads(config)))
 
 
-def step_ends_ms(record: Record, phase: str = "forward") -> list[float]:
-    """The end of each step of the plan in ms: when the last rank has computed and sent all of it."""
+def step_ends_ms(record: Record) -> list[float]:
+    """The end of each step of the forward's plan in ms: when the last rank has computed and sent all of it."""
     choice = choice_of(record)
-    plan, run = choice.plans[phase], choice.runs[phase]
+    plan, run = choice.plans["forward"], choice.runs["forward"]
     ends = np.zeros(max(plan.steps) + 1)
     for rank in range(plan.n):
         for item, span in zip(run.graph.items, run.spans(rank), strict=True):
@@ -45,9 +45,9 @@ def step_ends_ms(record: Record, phase: str = "forward") -> list[float]:
     return np.maximum.accumulate(ends).tolist()
 
 
-def lanes_together(record: Record, lanes: tuple[str, str], phase: str = "forward") -> tuple[float, float]:
-    """The shares of the phase in which both lanes of rank 0 are busy, and in which exactly one is."""
-    run = choice_of(record).runs[phase]
+def lanes_together(record: Record, lanes: tuple[str, str]) -> tuple[float, float]:
+    """The shares of the forward in which both lanes of rank 0 are busy, and in which exactly one is."""
+    run = choice_of(record).runs["forward"]
     spans = run.spans(0)
     edges = np.unique([time for span in spans for time in (span.start_s, span.end_s)])
     middles, lengths = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
@@ -59,11 +59,11 @@ def lanes_together(record: Record, lanes: tuple[str, str], phase: str = "forward
     return both, one
 
 
-def busy_links(record: Record, phase: str = "forward") -> dict[str, np.ndarray]:
-    """The busy share of each link by class of links, (links,): its bytes over those of its full rate in the phase."""
+def busy_links(record: Record) -> dict[str, np.ndarray]:
+    """The busy share of each link by class of links, (links,): its bytes over those of its full rate in the forward."""
     choice = choice_of(record)
     cluster = resolve(record.config or {}).cluster
     network = cluster.network(record.gpus)
-    crossing = link_bytes(network, account.traffic(choice.plans[phase], choice.problem, cluster))
-    shares = crossing / network.link_bytes_per_s / choice.runs[phase].makespan_s
+    crossing = link_bytes(network, account.traffic(choice.plans["forward"], choice.problem, cluster))
+    shares = crossing / network.link_bytes_per_s / choice.runs["forward"].makespan_s
     return {name: shares[network.link_class == i] for i, name in enumerate(network.first_link)}

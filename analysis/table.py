@@ -71,8 +71,7 @@ class Table:
 
     def to_markdown(self) -> str:
         """Title, table, legend and note."""
-        rows = [[entry.replace("|", "\\|") for entry in row] for row in self._texts()]
-        grid = markdown.table([column.head for column in self.columns], rows)
+        grid = markdown.table([column.head for column in self.columns], self._texts())
         return "\n\n".join(filter(None, (f"**{self.title}**", grid, _sentence(self.legend), self.note))) + "\n"
 
     def to_latex(self) -> str:

@@ -69,9 +69,9 @@ OF_BLOCKS = tuple(name for name in METHODS if name != "ulysses")
 class PlanStep:
     """A method's forward and backward on one rank of n."""
 
-    def __init__(self, name: str, n: int, *, heads: int | None = None, timed: bool = False) -> None:
+    def __init__(self, name: str, n: int, *, timed: bool = False) -> None:
         """Within `stubbed`. Ulysses has a head for each rank; zigzag has a causal mask, which it is for."""
-        heads, mask = heads or (n if name == "ulysses" else 2), CAUSAL if name == "zigzag" else FULL
+        heads, mask = n if name == "ulysses" else 2, CAUSAL if name == "zigzag" else FULL
         method = build(name, METHODS[name](n))
         problem = _problem(n, heads, mask, method.layout)
         method = method.candidates(problem)[0]

@@ -74,7 +74,7 @@ def doctor(arguments: Sequence[str]) -> int:
 def examined(options: dict[str, Any]) -> Examination:
     """The examination that the options ask for. Raises RequestError for an invalid value."""
     device = device_of(options["device"])
-    head_dim = read(Count, number_of(options["head_dim"]), "head_dim")
+    head_dim = read(Count, options["head_dim"], "head_dim")
     dtypes = DTYPES[device] if options["dtype"] == "auto" else (options["dtype"],)
     for dtype in dtypes:
         if dtype not in TOLERANCE:
@@ -90,7 +90,7 @@ def ranks_of(given: Any, device: str, most_cpu_ranks: int) -> int:
     launch, gpus = launched(), gpus_here()
     if given == "auto":
         return launch.n if launch else gpus if device == "cuda" else min(max(cores_here(), 2), most_cpu_ranks)
-    ranks = read(Count, number_of(given), "ranks")
+    ranks = read(Count, given, "ranks")
     if launch:
         launch.refuse(ranks)
     elif device == "cuda" and ranks > gpus:
@@ -119,11 +119,6 @@ def device_of(given: Any) -> str:
     if device == "cuda" and not gpus_here():
         raise RequestError("device=cuda", "this machine has no GPU", "device=cpu would work")
     return device
-
-
-def number_of(value: Any) -> Any:
-    """A number that a user wrote; another text as it is, for the error."""
-    return int(value) if str(value).isdigit() else value
 
 
 if __name__ == "__main__":

@@ -7,9 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table of a head and rows of cells."""
+    """A Markdown table of a head and rows of cells, in which bars and new lines are replaced."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def of_rows(rows: Sequence[Mapping[str, object]]) -> str:

@@ -114,7 +114,7 @@ def _compare(options: Mapping[str, Any], paths: Sequence[Path]) -> int:
     rows, choice = compared(request, traces)
     name = Path(options["out"]).stem if options["out"] else "refit"
     config = refit(request, rows, name)
-    print("\n".join(_lines(rows, read(Natural, _whole(options["rows"]), "rows"))))
+    print("\n".join(_lines(rows, read(Natural, options["rows"], "rows"))))
     for step in steps(choice, traces, config) if named else ():
         print(
             f"{step.phase}: traced {1e3 * step.measured_s:.4g} ms, simulated {1e3 * step.simulated_s:.4g} ms "
@@ -178,7 +178,7 @@ def _by_rank(options: Mapping[str, Any], files: Sequence[Path]) -> dict[int, Tra
     given, by_rank = options["rank"], {}
     for file in files:
         trace = read_trace(file)
-        rank = read(Natural, _whole(given), "rank") if given is not None and len(files) == 1 else trace.rank
+        rank = read(Natural, given, "rank") if given is not None and len(files) == 1 else trace.rank
         if rank is None:
             raise RequestError(str(file), "doesn't say its rank", "rank=0 would work, with one FILE")
         if rank in by_rank:
@@ -233,10 +233,6 @@ def _nccl_lines(collectives: Sequence[Collective]) -> list[str]:
         rate = f"{size / typical / 1e9:>8.3g}" if size > 0 and typical else f"{'-':>8}"
         lines.append(f"{name:<20} {size if size >= 0 else '-':>14} {len(seconds):>7} {1e6 * typical:>11.1f} {rate}")
     return lines
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if str(value).isdigit() else value
 
 
 if __name__ == "__main__":

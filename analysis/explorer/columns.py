@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sp_bench.analysis.explorer.fields import RESULTS, SETTINGS, Result
+from sp_bench.analysis.explorer.fields import RESULTS, SETTINGS
 from sp_bench.analysis.frames import methods_in_order
 from sp_bench.analysis.number import RECORD_KINDS, command
 from sp_bench.records import Record
 from sp_bench.records.interval import interval as step_interval
+from sp_bench.records.rows import Result
 
 NAMED = (
     *("gpus", "seqlen", "batch", "heads", "kv_heads", "head_dim", "mask", "causal", "phase", "dtype", "wire_dtype"),
@@ -28,9 +29,9 @@ def columns(found: Mapping[Path, Record]) -> dict[str, Any]:
     """
     rows = list(found.values())
     texts = [setting_values(record) for record in rows]
-    settings = {one.name: _coded(one.name, [text[one.name] for text in texts]) for one in SETTINGS}
-    results = {one.name: [_scaled(getattr(record, one.name), one) for record in rows] for one in RESULTS}
-    ends = {one.name: [_interval(record, one) for record in rows] for one in RESULTS if one.interval}
+    settings = {name: _coded(name, [text[name] for text in texts]) for name in SETTINGS}
+    results = {name: [_scaled(getattr(record, name), one) for record in rows] for name, one in RESULTS.items()}
+    ends = {name: [_interval(record, name, one) for record in rows] for name, one in RESULTS.items() if one.interval}
     return {
         "settings": {name: column for name, column in settings.items() if column["values"] != [None]},
         "results": {name: column for name, column in results.items() if any(v is not None for v in column)},
@@ -50,7 +51,7 @@ def setting_values(record: Record) -> dict[str, Any]:
         "code": str(known.get("code_version") or "")[:8] or None,
         "phase": record.phase.replace("_", " + "),
     }
-    return {one.name: own[one.name] if one.name in own else getattr(record, one.name) for one in SETTINGS}
+    return {name: own[name] if name in own else getattr(record, name) for name in SETTINGS}
 
 
 def _options(record: Record) -> dict[str, str | None]:
@@ -79,13 +80,13 @@ def _scaled(value: float | None, result: Result) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value * result.factor:.9g}")
 
 
-def _interval(record: Record, result: Result) -> tuple[float | None, float | None]:
+def _interval(record: Record, name: str, result: Result) -> tuple[float | None, float | None]:
     """The interval of a result, which follows from the step's; (None, None) where that has none.
 
     A measured step has its 95% interval, unless its iterations are too few to tell of the spread. A simulated one has
     what two of three measured steps like it would be within, if it is validated (point.backing). Both are the record's.
     """
-    step, value = record.step_ms_median, getattr(record, result.name)
+    step, value = record.step_ms_median, getattr(record, name)
     interval = step_interval(record) if step else None
     if not step or value is None or not interval or not interval.meaningful or interval.ends is None:
         return None, None

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from sp_bench.records import rows
+from sp_bench.records.rows import Result, Setting
 from sp_bench.records.schema import quantities
 
 FIRST = ("mode", "status")
 """Settings that come before the others."""
-
-
-@dataclass(frozen=True)
-class Setting(rows.Setting):
-    """A setting with its name."""
-
-    name: str = ""
-
-
-@dataclass(frozen=True)
-class Result(rows.Result):
-    """A result with its name."""
-
-    name: str = ""
 
 
 def head(label: str, unit: str) -> str:
@@ -39,19 +23,14 @@ MADE = {
 """Settings that are made from the request and the provenance of a record, and their labels."""
 
 
-MARKED = [(name, one.shown) for name, one in quantities().items() if one.shown and one.shown.label]
-"""The rows with a label, by name."""
-SETTINGS = sorted(
-    [Setting(**vars(mark), name=name) for name, mark in MARKED if isinstance(mark, rows.Setting)]
-    + [Setting(label=label, name=name) for name, label in MADE.items()],
-    key=lambda one: one.name not in FIRST,
-)
-"""Everything that points may differ in."""
-RESULTS = sorted(
-    (Result(**vars(mark), name=name) for name, mark in MARKED if isinstance(mark, rows.Result)),
-    key=lambda one: quantities()[one.name].part == "Setup",
-)
-"""Every number with a label, in the order of the record: times first, what a plan's setup says last."""
+_MARKED = {name: one.shown for name, one in quantities().items() if one.shown and one.shown.label}
+SETTINGS = {name: mark for name, mark in _MARKED.items() if isinstance(mark, Setting)}
+SETTINGS |= {name: Setting(label=label) for name, label in MADE.items()}
+SETTINGS = {name: SETTINGS[name] for name in sorted(SETTINGS, key=lambda name: name not in FIRST)}
+"""Everything that points may differ in, by name."""
+RESULTS = {name: mark for name, mark in _MARKED.items() if isinstance(mark, Result)}
+RESULTS = {name: RESULTS[name] for name in sorted(RESULTS, key=lambda name: quantities()[name].part == "Setup")}
+"""Every number with a label, by name, in the order of the record: times first, what a plan's setup says last."""
 KIND_WORDS = {
     "measured": "measured: wall time of all ranks together",
     "measured alone": "measured alone: wall time of single ranks, without their peers",

@@ -19,6 +19,7 @@ from sp_bench.analysis.explorer.fields import KIND_WORDS, RESULTS, SETTINGS
 from sp_bench.analysis.figure import colours
 from sp_bench.analysis.frames import methods_in_order
 from sp_bench.records import Record
+from sp_bench.records.rows import Result, Setting
 
 HERE = Path(__file__).parent
 LIBRARIES = ("vega", "vega-lite", "vega-embed")
@@ -87,7 +88,7 @@ def _explorer(found: Mapping[Path, Record], title: str, more: Mapping[str, Any])
     content = {
         "title": title,
         **columns(found),
-        "fields": {"settings": [asdict(one) for one in SETTINGS], "results": [asdict(one) for one in RESULTS]},
+        "fields": {"settings": _named(SETTINGS), "results": _named(RESULTS)},
         "kinds": KIND_WORDS,
         "colours": {name: _hex(colour) for name, colour in colours(names).items()},
         **more,
@@ -99,6 +100,10 @@ def _explorer(found: Mapping[Path, Record], title: str, more: Mapping[str, Any])
     body = _text("explorer.html").replace("{{title}}", html.escape(title)) + data + _libraries()
     start = '<script type="module">import { start } from "explorer/main"; start();</script>'
     return page(title, body + start, style=_text("explorer.css"), head=modules)
+
+
+def _named(marks: Mapping[str, Setting] | Mapping[str, Result]) -> list[dict[str, Any]]:
+    return [{"name": name, **asdict(mark)} for name, mark in marks.items()]
 
 
 def _libraries() -> str:

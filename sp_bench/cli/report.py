@@ -9,7 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from sp_bench import draw
 from sp_bench.cli.columns import ONE, SEVERAL, print_columns, table_of, width_of
 from sp_bench.cli.rows import (
     ALONE_ONLY,
@@ -20,12 +22,11 @@ from sp_bench.cli.rows import (
     ROWS,
     WHERE_THERE_IS_ROOM,
 )
-from sp_bench.cli.timeline import print_timeline
 from sp_bench.cli.words import against, number, speed_up, step, title, tokens
 from sp_bench.point import Outcome
 from sp_bench.records import Record
 from sp_bench.records.interval import interval
-from sp_bench.records.timeline import read_timeline
+from sp_bench.records.timeline import MeasuredTimeline, SimulatedTimeline, Timeline, read_timeline
 
 VARIANT_LINES = 3
 """The most lines that a point's variants take, unless all are asked for."""
@@ -177,3 +178,33 @@ def _best(outcomes: Sequence[Outcome]) -> dict[tuple, Record]:
     """The fastest record of each problem."""
     slowest_first = sorted((o.record for o in outcomes), key=lambda r: -(r.step_ms_median or 0))
     return {_problem(record): record for record in slowest_first if record.step_ms_median}
+
+
+NAME, FRAME = 12, 5
+"""Characters of the name before a bar, and of the frame around both."""
+
+
+def print_timeline(console: Console, method: str, timeline: Timeline) -> None:
+    """Print bars. Simulated: arrivals, blocks and waits of one rank. Measured: each rank's mean step."""
+    width = max(1, console.width - NAME - FRAME)
+    about, bars = _simulated(timeline, width) if isinstance(timeline, SimulatedTimeline) else _measured(timeline, width)
+    console.print(Text.assemble("\n", (method, "bold"), about))
+    for name, bar in bars.items():
+        console.print(f"  {name:>{NAME}} |{bar}|")
+
+
+def _simulated(timeline: SimulatedTimeline, width: int) -> tuple[str, dict[str, str]]:
+    """(the title, the bars by name)."""
+    shown = {f"{lane} in": spans for lane, spans in timeline.lanes.items()}
+    shown |= {"blocks": timeline.blocks, "waiting": timeline.waits}
+    spans = [(name, start_s, end_s) for name, times in shown.items() for start_s, end_s in times]
+    phases = " then ".join(timeline.phases)
+    about = f", rank {timeline.rank}, what it waits for, simulated: {phases}, {timeline.end_s * 1e3:.4g} ms"
+    return about, draw.timeline(spans, timeline.end_s, width)
+
+
+def _measured(timeline: MeasuredTimeline, width: int) -> tuple[str, dict[str, str]]:
+    """(the title, the bars by rank)."""
+    means = enumerate(zip(timeline.blocks_s, timeline.waits_s, strict=True))
+    bars = {f"rank {rank}": draw.shares(list(zip("█░", parts, strict=True)), width) for rank, parts in means}
+    return ", every rank's mean step, measured: █ blocks and folds, ░ waiting", bars

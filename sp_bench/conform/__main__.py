@@ -102,7 +102,7 @@ def _watched(subject: Subject, worlds: Worlds, **how: Any) -> list[Row]:
 
 def sizes_named(text: str) -> list[int]:
     """Numbers of ranks from "1,2,4"; all if empty. Raises RequestError for another number."""
-    sizes = [read(Count, yaml.safe_load(word), "sizes") for word in text.split(",") if word]
+    sizes = [read(Count, word, "sizes") for word in text.split(",") if word]
     for size in sizes:
         if size not in SIZES:
             raise RequestError(f"sizes={size}", "is not run", f"one of {', '.join(map(str, SIZES))} would work")

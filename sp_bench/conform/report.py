@@ -81,8 +81,7 @@ def as_markdown(tables: Mapping[str, Sequence[Row]]) -> str:
         matrix = [[rows[0].check.name, *(row.status for row in rows)] for rows in by_check]
         sections.append(markdown.table(["check", *(f"`{title}`" for title in tables)], matrix))
     for title, rows in tables.items():
-        escaped = [[x.replace("|", "\\|").replace("\n", " ") for x in cells(row)] for row in rows]
-        lines = [[f"`{name}`", *rest] for name, *rest in escaped]
+        lines = [[f"`{name}`", *rest] for name, *rest in map(cells, rows)]
         sections += [f"## `{title}`", f"{summary(rows)}.", markdown.table(HEAD, lines)]
     return "\n\n".join(sections) + "\n"
 

@@ -6,12 +6,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-from sp_bench.conform.case import Case
+from sp_bench.conform.case import AXES, Case
 from sp_bench.conform.cases import SIZES
 from sp_bench.conform.catalogue import CHECKS, Check
 from sp_bench.conform.ranks import Verdict, Worlds
-from sp_bench.conform.shrink import smallest
 from sp_bench.conform.subjects import Subject
 
 SHRINK_S = 20.0
@@ -121,3 +121,30 @@ def _smallest(subject: Subject, worlds: Worlds, check: Check, failing: dict[Case
         return verdict.status == "fails" and not verdict.slow
 
     return smallest(min(quick), fails, limit_s)
+
+
+def smallest(case: Case, fails: Callable[[Case], bool], limit_s: float) -> Case:
+    """The case with the simplest value of each axis with which it still fails, tried for `limit_s`.
+
+    After each step all axes are tried again, since values that didn't fit together may do so now.
+    """
+    deadline, known = time.monotonic() + limit_s, {case}
+
+    def still_fails(candidate: Case) -> bool:
+        new = candidate not in known and candidate.valid and time.monotonic() < deadline
+        known.add(candidate)
+        return new and fails(candidate)
+
+    while simpler := next(filter(still_fails, _simpler(case)), None):
+        case = simpler
+    return case
+
+
+def _simpler(case: Case) -> list[Case]:
+    """The case with one value that is simpler, the simplest first."""
+    cases = []
+    for name, values in AXES.items():
+        own: Any = getattr(case, name)
+        below = values[: values.index(own)] if own in values else [x for x in values if x < own]  # pyright: ignore
+        cases += [case.simpler(**{name: value}) for value in below]
+    return cases

@@ -48,13 +48,13 @@ class BlockClasses:
         few = self.of.max(initial=0) < FEW_CLASSES
         return np.flatnonzero(self._counts.any(axis=1)) if few else np.unique(self.of)
 
-    def totals(self, by_class: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
-        """A quantity of each class, (classes,), added up over the blocks of each rank, or some `rows` of them: (n,)."""
+    def totals(self, by_class: np.ndarray) -> np.ndarray:
+        """A quantity of each class, (classes,), added up over the blocks of each rank: (n,)."""
         by_class = self.by_number(by_class)
-        if by_class.size <= FEW_CLASSES and (rows is None or len(rows) == len(self.of)):
+        if by_class.size <= FEW_CLASSES:
             return by_class[: len(self._counts)] @ self._counts
         total = np.zeros(self.of.shape[1], by_class.dtype)
-        for few in self.slabs(by_class, rows):
+        for few in self.slabs(by_class):
             total += few.sum(axis=0)
         return total
 

@@ -20,8 +20,8 @@ from sp_bench.plan.tensors import DKV, DQ, KV, ODOQ
 from sp_bench.point.choose import Choice, choose_attentions, costs_for
 from sp_bench.point.measured_record import outcome_of
 from sp_bench.point.outcome import Outcome
-from sp_bench.point.request import Request, refuse_what_does_not_fit
-from sp_bench.point.sharing import USABLE, packs
+from sp_bench.point.refusals import refuse_what_does_not_fit
+from sp_bench.point.request import Request
 from sp_bench.termination import raise_if_terminated
 from sp_bench.workload import Spec
 from sp_bench.workload.base import PlannedAttention
@@ -159,3 +159,28 @@ def _status(failure: Exception) -> str:
     if isinstance(failure, RankHang):
         return "timeout"
     return "oom" if out_of_memory(failure) else "failed"
+
+
+USABLE = 0.85
+"""The share of a GPU's memory that points can have beside CUDA's context, NCCL's buffers, kernels' workspaces and
+fragments."""
+
+
+def packs(sizes: Sequence[int], capacity: float | None) -> list[list[int]]:
+    """The indices of points of these bytes, in order, in as few packs as first-fit finds; one pack without a capacity.
+
+    A point that is larger than the capacity has a pack to itself, and is tried: its size is an upper bound.
+    """
+    if capacity is None:
+        return [list(range(len(sizes)))]
+    bins: list[list[int]] = []
+    room: list[float] = []
+    for index, size in enumerate(sizes):
+        fits = next((i for i, left in enumerate(room) if size <= left), None)
+        if fits is None:
+            bins.append([])
+            room.append(capacity)
+            fits = len(bins) - 1
+        bins[fits].append(index)
+        room[fits] -= size
+    return bins

@@ -51,14 +51,12 @@ def _planning_s(
     return time.thread_time() - started
 
 
-def plan_pack(
-    method: Method, problem: Problem, costs: CostProfile, transport: TransportKind, rank: int = 0
-) -> dict[str, Plan]:
-    """The plans of a pack by phase, with all worked out that the rank's executions need of the mask.
+def plan_pack(method: Method, problem: Problem, costs: CostProfile, transport: TransportKind) -> dict[str, Plan]:
+    """The plans of a pack by phase, with all worked out that the first rank's executions need of the mask.
 
     `problem` has the pack, and any layout: it is assigned anew.
     """
-    problem = method.assigned(replace(problem, layout=method.layout_of(problem.mask, problem.n)))
+    problem, rank = method.assigned(replace(problem, layout=method.layout_of(problem.mask, problem.n))), 0
     plans = {phase: method.plan(problem, phase, costs) for phase in ("forward", "backward")}
     for plan in plans.values():
         lower(plan, problem, transport)

@@ -16,7 +16,7 @@ from sp_bench.errors import RequestError
 from sp_bench.extras import require
 from sp_bench.launch import Launch
 from sp_bench.lower import TransportKind, TransportOptions
-from sp_bench.machine import Devices, cores_here, free_bytes
+from sp_bench.machine import Devices, cores_here
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.method import CollectiveMethod, Method
 from sp_bench.plan.patterns import divisors
@@ -25,20 +25,22 @@ from sp_bench.plan.tensors import KV, Q
 from sp_bench.point import unread
 from sp_bench.point.given import SHAPE, Given
 from sp_bench.point.mode import Mode, resolve_mode
+from sp_bench.point.refusals import (
+    refuse_latents_twice,
+    refuse_others,
+    refuse_replays,
+    refuse_sinks,
+    refuse_what_does_not_fit,
+)
 from sp_bench.point.transport import transport_of
 from sp_bench.reading import Count, Natural, Section, read
 from sp_bench.records import MODES, Record
 from sp_bench.records.quantities import Asked, Setup
 from sp_bench.records.record import Part, fields_of
-from sp_bench.workload import WORKLOADS, Decode, Workload, workload_named
-from sp_bench.workload.base import SINKS
-from sp_bench.workload.model import NONE
+from sp_bench.workload import Workload, workload_named
 
 LEAST_STEP = 128
 """seqlen=max is found to so many tokens of a rank, and refused if not even these fit."""
-RANKS_PER_CORE = 64
-RANK_OVERHEAD_BYTES = 150 * 2**20
-"""Resident memory of a rank's process without the attention's own."""
 
 
 class KernelSection(Section, frozen=True, kw_only=True):
@@ -166,7 +168,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     kind, values = given.workload, given.values
     phases = kind.phases_of(str(config["phase"]))
     at_once = not (launch and launch.future)
-    _refuse_latents_twice(given)
+    refuse_latents_twice(given)
     method = _method(given, here=at_once)
     peer = method if isinstance(method, Peer) else None
     problem = _problem(given, method)
@@ -176,8 +178,8 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     cluster = replace(Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], values.seed))
     implementation = Implementation.build(config.get("implementation") or {"name": OURS.name})
     cluster.refuse(values.gpus)
-    _refuse_sinks(config, kind)
-    _refuse_replays(config, problem)
+    refuse_sinks(config, kind)
+    refuse_replays(config, problem)
     mode = resolve_mode(config, values.gpus, cluster, launch, of_a_peer=peer is not None)
     workload.refuse(problem, mode.name, peer)
     for attention in workload.attentions(problem):
@@ -224,44 +226,6 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         alone=mode.alone,
         launch=launch if mode.name == "measure" else None,
     )
-
-
-def _refuse_sinks(config: Mapping[str, Any], kind: type[Workload]) -> None:
-    """Raise RequestError for sinks of a workload that has none, or of steps that are replayed."""
-    if not config.get(SINKS):
-        return
-    if SINKS not in kind.keys:
-        have = ", ".join(f"workload={name}" for name, each in WORKLOADS.items() if SINKS in each.keys)
-        raise RequestError("sinks=true", f"are of {have}: workload={kind.name} has none", "sinks=false would work")
-    if config["cuda_graph"] is True:
-        rule = "are summed by the host's call, which a graph doesn't have"
-        raise RequestError("sinks=true cuda_graph=true", rule, "cuda_graph=false would work")
-
-
-def _refuse_latents_twice(given: Given) -> None:
-    """Raise RequestError for latents that blocks make keys of in the shape of a decode step, or in one that is not of
-    a model, whose layers have both shapes.
-    """
-    if given.values.latent_dim is None or (given.workload is Decode and given.config["model"]["name"] != NONE):
-        return
-    asked, shape = f"latent_dim={given.values.latent_dim}", "model=deepseek_v3_latents"
-    if given.workload is Decode:
-        rule = "a step makes no keys of what is cached: its queries have absorbed the matrices"
-        works = (
-            "model=deepseek_v2_lite, or latent_dim=null decode.latent=true and the widths of the latents, would work"
-        )
-        raise RequestError(f"{asked}, workload={Decode.name}", rule, works)
-    if given.config["decode"]["latent"] is True:
-        rule = "blocks make keys of every head, and this is the shape of a decode step, whose keys are the latents"
-        works = f"{shape}, or decode.latent=false with a shape like it, would work"
-        raise RequestError(f"{asked}, decode.latent=true", rule, works)
-
-
-def _refuse_replays(config: Mapping[str, Any], problem: Problem) -> None:
-    """Raise RequestError for steps that are replayed and add to gradients of matrices that no graph knows."""
-    if problem.latent_dim and config["cuda_graph"] is True:
-        rule = "blocks add to gradients of matrices that are not the replayed engine's"
-        raise RequestError(f"latent_dim={problem.latent_dim} cuda_graph=true", rule, "cuda_graph=false would work")
 
 
 def _method(given: Given, *, here: bool) -> Method | Peer:
@@ -319,13 +283,6 @@ def _problem(given: Given, method: Method | Peer) -> Problem:
     return method.assigned(problem) if isinstance(method, Peer) else problem
 
 
-def refuse_others(implementation: Implementation) -> None:
-    """Raise RequestError for an implementation that can't be measured, as it is somebody else's."""
-    if implementation.name != OURS.name:
-        rule = "is simulated only; measured points run this suite's code or, with method=peer, another package's"
-        raise RequestError(f"implementation={implementation.name}", rule, "mode=simulate would work")
-
-
 def _refuse_measuring(
     config: Mapping[str, Any],
     workload: Workload,
@@ -379,23 +336,3 @@ def setting_of(config: Mapping[str, Any]) -> str:
     """A text that is equal for points which differ only in their methods."""
     kept = {key: value for key, value in config.items() if key not in ("method", "impl")}
     return json.dumps(kept, sort_keys=True, default=str)
-
-
-def refuse_what_does_not_fit(n: int, rank_bytes: Mapping[str, int], config: Mapping[str, Any]) -> None:
-    """Raise RequestError if this machine can't hold n ranks of `rank_bytes` each, which are by kind."""
-    most = RANKS_PER_CORE * cores_here()
-    if n > most:
-        raise RequestError(
-            f"gpus={n}", f"{cores_here()} cores hold at most {most} ranks", f"gpus={most}, or mode=simulate, would work"
-        )
-    kinds = {**rank_bytes, "processes": RANK_OVERHEAD_BYTES}
-    need, free = n * sum(kinds.values()), free_bytes()
-    if need > free:
-        largest = sorted(((n * size / 2**30, kind) for kind, size in kinds.items()), reverse=True)
-        raise RequestError(
-            f"gpus={n}, seqlen={config['seqlen']}",
-            f"its ranks need about {need / 2**30:.1f} GiB and this machine has {free / 2**30:.1f} free: "
-            f"{(need - free) / 2**30:.1f} are missing. In GiB: "
-            + ", ".join(f"{kind} {size:.1f}" for size, kind in largest if size >= 0.05),
-            "a shorter seqlen, fewer ranks, or mode=simulate, would work",
-        )

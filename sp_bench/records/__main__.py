@@ -20,9 +20,8 @@ from pathlib import Path
 from sp_bench import records
 from sp_bench.errors import RequestError
 from sp_bench.records.checking import problems_of
-from sp_bench.records.fields_page import fields_page
 from sp_bench.records.gather import SET_ASIDE, Gathered, files_below, gather
-from sp_bench.records.json_schema import json_schema
+from sp_bench.records.schema import fields_page, json_schema
 from sp_bench.records.tables import write_tables
 from sp_bench.terminal import say
 

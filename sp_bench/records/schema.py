@@ -1,9 +1,13 @@
-"""The quantities of a record as data: read from the rows of records.quantities and of Record itself."""
+"""The quantities of a record as data, from the rows of records.quantities and of Record itself.
+
+From them are its JSON Schema (docs/reference/record.schema.json) and its page (docs/reference/record_fields.md).
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,7 +17,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from sp_bench.records.record import Record
+from sp_bench import markdown
+from sp_bench.plan.problem import DTYPE_BYTES
+from sp_bench.records.record import MODES, REPORTED, SCHEMA_VERSION, STATUSES, Record
 from sp_bench.records.rows import SUMMARY, Result, Setting
 
 
@@ -114,3 +120,65 @@ def _is_a(value: Any, kind: Any) -> bool:
     except msgspec.ValidationError:
         return False
     return type(value) is not int or -(2**63) <= value < 2**63  # the range of a table's integers
+
+
+INTRODUCTION = """# Fields of a record
+
+In a record's file the fields of all parts stand side by side. null is "not known". Times are in ms, sizes in bytes.
+This page is printed by `python -m sp_bench.records fields`."""
+
+
+def fields_page() -> str:
+    """A table for each part: name, type, meaning, label in tables and pages, and place in a W&B run."""
+    parts = itertools.groupby(quantities().values(), key=lambda one: one.part)
+    return "\n\n".join([INTRODUCTION, *(_part(list(of_part)) for _, of_part in parts)])
+
+
+def _part(of_part: list[Quantity]) -> str:
+    first = of_part[0]
+    (part,) = (cls for cls in Record.__mro__ if cls.__name__ == first.part)
+    about = textwrap.fill(" ".join((part.__doc__ or "").split("\n\n")[0].split()), 120)
+    rows = [
+        (
+            f"`{one.name}`",
+            one.type_name.replace(" | None", " or null"),
+            one.meaning,
+            one.shown.label if one.shown else "",
+            one.wandb or "",
+        )
+        for one in of_part
+    ]
+    head = ("field", "type", "meaning", "label", "in W&B")
+    return f"## {first.part}: {first.how}\n\n{about}\n\n" + markdown.table(head, rows)
+
+
+IDENTIFIER = "https://json-schema.org/draft/2020-12/schema"
+_VALUES = {
+    "schema_version": {"const": SCHEMA_VERSION},
+    "status": {"enum": [*STATUSES]},
+    "mode": {"enum": [*MODES, REPORTED]},
+    "dtype": {"enum": [*DTYPE_BYTES]},
+}
+"""Rules that the types of fields don't say."""
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema of a record's file. A field's description has its unit."""
+    schema = msgspec.json.schema(Record)["$defs"]["Record"]
+    known = quantities()
+    for name, field in schema["properties"].items():
+        field |= _VALUES.get(name, {}) | {"description": known[name].meaning}
+        if field.get("type") == "integer" and name in ("gpus", "seqlen", "batch", "heads", "kv_heads", "head_dim"):
+            field["minimum"] = 1
+    reported = {"properties": {"mode": {"const": REPORTED}}}
+    schema |= {
+        "$schema": IDENTIFIER,
+        "title": f"A record of sp_bench, version {SCHEMA_VERSION}",
+        "description": "One benchmark point. Times are in ms, sizes in bytes; null is not known.",
+        "required": [*schema["required"], "schema_version"],
+        "additionalProperties": False,
+        "if": reported,
+        "then": {"required": ["source"], "properties": {"source": {"type": "string"}}},
+        "else": {"properties": {"source": {"type": "null"}}},
+    }
+    return schema

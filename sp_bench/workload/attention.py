@@ -69,7 +69,7 @@ class Attention(Workload):
 
     def gate(self, spec: Spec, context: RankContext) -> GateErrors:
         """Errors of out, dq, dk and dv, or of out if only the forward is executed."""
-        from sp_bench.workload.attention_gate import gate
+        from sp_bench.workload.attention_step import gate
 
         return gate(spec, context)
 

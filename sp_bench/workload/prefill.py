@@ -278,7 +278,7 @@ class Prefill(Workload):
 
     def gate(self, spec: Spec, context: RankContext) -> GateErrors:
         """Errors of out of the first chunk, one in the middle and the last, over a cache that grows."""
-        from sp_bench.workload.prefill_gate import gate
+        from sp_bench.workload.prefill_step import gate
 
         return gate(spec, context)
 

@@ -3,18 +3,22 @@
 The cache is (B, S / n, kv_heads, D) for keys and for values, a rank's rows in the order in which they came: what was
 cached before, then those of each chunk. A chunk's attention gets the rows so far or, under a window, the last of them.
 Rows that chunks leave behind each other ascend by position.
+
+The correctness gate computes some chunks over a cache that grows, against fp64.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sp_bench.plan.documents import Packed
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import KV
 from sp_bench.run.devices import clock_of
@@ -22,13 +26,13 @@ from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.latents import Latents
-from sp_bench.workload.attention_step import make_engines, marks_parts, parts_of, random_tensor, sinks_of
-from sp_bench.workload.base import RankContext, Spec
+from sp_bench.workload.attention_step import GATE_TOKENS, make_engines, marks_parts, parts_of, random_tensor, sinks_of
+from sp_bench.workload.base import PlannedAttention, RankContext, Spec
 from sp_bench.workload.engine_step import EngineStep
 from sp_bench.workload.exact_rows import SunkRows, errors_of_rows
 from sp_bench.workload.gate import GateErrors, worst_of
 from sp_bench.workload.prefill_costs import chunk_part
-from sp_bench.workload.sampled_rows import Sample, sampled
+from sp_bench.workload.sampled_rows import Sample, rows_for, sampled
 
 COPIED = "with batch above 1 the rows of the cache that a chunk sees are copied before its attention"
 
@@ -186,3 +190,52 @@ class PrefillStep(EngineStep):
         """Release the engines' threads and streams."""
         for engine in self._engines:
             engine.close()
+
+
+def gate(spec: Spec, context: RankContext) -> GateErrors:
+    """Errors of the chunk that is off most, on a shorter prompt. All ranks must call it.
+
+    The prompt is computed twice with the same buffers and cache, and the second results are compared.
+    """
+    chunks = small_chunks(spec.attentions, GATE_TOKENS)
+    problems = [chunk.problem for chunk in chunks]
+    prompt, engines = Cached(problems, context.rank, spec.seed, context.device), make_engines(spec, chunks, context)
+    sinks = sinks_of(spec, problems[0], context.device)
+    results = []
+    for _ in range(2):
+        results.clear()
+        for index, engine in enumerate(engines):
+            context.alive()
+            prompt.write(index)
+            results.append(engine.forward(prompt.q[index], *prompt.seen(index), sinks=sinks)[0])
+    for engine in engines:
+        engine.close()
+    errors_of = []
+    for index, out in enumerate(results):
+        sample = rows_for(problems[index], context.rank, spec.seed, context.device.type)
+        errors_of.append(prompt.errors(index, context, sample.of({"out": out})["out"], sample, sinks))
+    errors = worst_of(errors_of, spec.problem.dtype, sum(each.seqlen for each in problems))
+    if errors.uncompared:  # nothing is timed that wasn't checked
+        raise MemoryError(errors.uncompared)
+    return errors
+
+
+def small_chunks(chunks: Sequence[PlannedAttention], tokens: int) -> list[PlannedAttention]:
+    """Some of a prompt's chunks as a prompt of their own, of at most so many tokens on a rank each.
+
+    Their plans are those of the point. What was cached before the first is there as well, and shortened alike, and so
+    is what a window or the chunks of a mask leave of it.
+    """
+    attentions: list[PlannedAttention] = []
+    first = chunks[0].problem
+    assigned = [min(tokens, first.history // first.n) * first.n]
+    for index in watched(len(chunks)):
+        problem, plans = chunks[index].problem, chunks[index].plans
+        each, more = divmod(problem.seqlen, problem.n)
+        seqlen, mask = min(tokens, each) * problem.n + more, problem.mask
+        if isinstance(mask, Packed):
+            mask = mask.scaled(seqlen).after(tuple(assigned))
+        small = replace(problem, seqlen=seqlen, kv_seqlen=sum(assigned) + seqlen, mask=mask)
+        attentions.append(PlannedAttention(small, plans))
+        assigned.append(seqlen)
+    return attentions

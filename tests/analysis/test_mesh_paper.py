@@ -22,9 +22,8 @@ from sp_bench.analysis.studies.mesh.paper import (
     load_cluster,
     paper_s,
 )
-from sp_bench.analysis.studies.mesh_paper.fit import Simulator, predict
+from sp_bench.analysis.studies.mesh_paper.fit import predict
 from sp_bench.analysis.studies.mesh_paper.least_squares import fit
-from sp_bench.cluster.device import DeviceCosts
 from sp_bench.resources import ROOT
 from sp_bench.simulate import simulate
 
@@ -84,19 +83,6 @@ def test_the_better_method_is_right_in_every_pair() -> None:
     for ring in (cell for cell in paper_s() if cell.method == "ring"):
         mesh = replace(ring, method="mesh")
         assert paper_s()[mesh] < paper_s()[ring] and stated()[mesh][2] > stated()[ring][2]
-
-
-@pytest.mark.parametrize("slowdown", [0.0, 0.5])
-def test_templates_say_what_simulate_says(slowdown: float) -> None:
-    cluster = load_cluster()
-    device: DeviceCosts = replace(cluster.device, transfer_slowdown=slowdown)
-    cluster, cells = replace(cluster, device=device), [Cell(True, TOKENS["256k"], 32, "mesh")]
-    simulator = Simulator()
-    simulator.seconds(cluster, cells)
-    faster = cluster.topology.replace(intra=cluster.topology.intra.replace(bytes_per_s=2e9))
-    other = replace(cluster, topology=faster)
-    seconds = simulator.seconds(other, cells)
-    assert seconds == pytest.approx([predict(other, cells[0]).seconds], rel=1e-9)
 
 
 def test_predictions_are_of_the_plans_of_the_suite() -> None:

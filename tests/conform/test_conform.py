@@ -13,8 +13,7 @@ from sp_bench.conform.__main__ import main
 from sp_bench.conform.case import Case
 from sp_bench.conform.catalogue import CHECKS, check_named
 from sp_bench.conform.ranks import Worlds
-from sp_bench.conform.run import rows_of
-from sp_bench.conform.shrink import smallest
+from sp_bench.conform.run import rows_of, smallest
 from sp_bench.conform.subjects import subjects_named
 from sp_bench.methods import REGISTRY
 from sp_bench.peers.transformer_engine import TransformerEngine

@@ -15,8 +15,8 @@ from sp_bench.cli.compose import Composer
 from sp_bench.machine import Devices
 from sp_bench.measure.pool import RankError
 from sp_bench.point import Request, measured, resolve
+from sp_bench.point.measured import USABLE, packs
 from sp_bench.point.outcome import Outcome
-from sp_bench.point.sharing import USABLE, packs
 from sp_bench.workload import Spec
 
 

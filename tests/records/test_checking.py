@@ -20,10 +20,8 @@ from sp_bench.point.simulated import simulate_point
 from sp_bench.point.training import simulate_training
 from sp_bench.records.__main__ import main
 from sp_bench.records.checking import problems_of
-from sp_bench.records.fields_page import fields_page
-from sp_bench.records.json_schema import json_schema
 from sp_bench.records.record import Record
-from sp_bench.records.schema import columns, quantities
+from sp_bench.records.schema import columns, fields_page, json_schema, quantities
 from sp_bench.records.work import peak_of, step_flops
 from sp_bench.workload import Train
 from tests.support.made_records import made, simulated, spread, written
@@ -55,7 +53,7 @@ def test_every_quantity_is_one_row_with_a_meaning() -> None:
     assert sorted(name for name in declared if name != "how") == sorted(known), "a name in two parts"
     assert list(known) == list(made().to_dict()) == list(columns())
     assert sorted(json_schema()["properties"]) == sorted(known)
-    shown = {one.name for one in (*SETTINGS, *RESULTS)} - {*MADE}
+    shown = {*SETTINGS, *RESULTS} - {*MADE}
     assert shown == {name for name, one in known.items() if one.shown and one.shown.label}
     record = made().to_dict()
     placed = {*wandb_fields.config(record | {"provenance": None}), *wandb_fields.summary(record)}

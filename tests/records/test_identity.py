@@ -19,18 +19,8 @@ OF_NO_NUMBER = {
     *(
         f"records/{name}.py"
         for name in (
-            *(
-                "__init__",
-                "__main__",
-                "checking",
-                "fields_page",
-                "files",
-                "gather",
-                "identity",
-                "interval",
-                "json_schema",
-            ),
-            *("json_schema", "provenance", "quantities", "record", "rows", "schema", "tables", "timeline", "work"),
+            *("__init__", "__main__", "checking", "files", "gather", "identity", "interval", "provenance"),
+            *("quantities", "record", "rows", "schema", "tables", "timeline", "work"),
         )
     ),
     *("slurm", "tracing", "validate"),

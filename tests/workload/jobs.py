@@ -18,7 +18,7 @@ from sp_bench.run.nccl import transport_for
 from sp_bench.workload import Denoise, RankContext, Spec, Train
 from sp_bench.workload.attention_step import make_engine, make_engines, sinks_of
 from sp_bench.workload.denoiser import Denoiser
-from sp_bench.workload.dit_gate import Seen
+from sp_bench.workload.dit_step import Seen
 from sp_bench.workload.prefill_step import PrefillStep
 from sp_bench.workload.train_gate import ExactAttention, compared, on_one_process
 from sp_bench.workload.trainer import Trainer

@@ -124,7 +124,7 @@ def failures(runs: Runs) -> str:
             repository, _, number = known["thread"].partition("#")
             address = f"https://github.com/{repository}/issues/{number}"
             link = f" ([{known['thread']}]({address}))" if known["thread"] else ""
-            lines.append([row["subject"], f"`{row['check']}`", _escaped(row["remark"]), known["why"] + link])
+            lines.append([row["subject"], f"`{row['check']}`", row["remark"], known["why"] + link])
     return markdown.table(["of", "check", "smallest failing case", "why"], lines) if lines else "Nothing."
 
 
@@ -134,9 +134,5 @@ def refusals(runs: Runs) -> str:
     for title, checks in _by_subject(runs, peers=True).items():
         for row in (row for row in checks.values() if int(row["refused"])):
             count = f"{row['refused']} of {int(row['refused']) + int(row['cases'])}"
-            lines.append([title, f"`{row['check']}`", count, _escaped(row["remark"].partition("refused: ")[2])])
+            lines.append([title, f"`{row['check']}`", count, row["remark"].partition("refused: ")[2]])
     return markdown.table(["package", "check", "refused", "most often because"], lines)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -20,11 +20,8 @@ import yaml
 from sp_bench import methods
 from sp_bench.analysis.studies.mesh import paper as printed
 from sp_bench.analysis.studies.mesh_paper.least_squares import fit
-from sp_bench.analysis.studies.mesh_paper.templates import Template
 from sp_bench.cluster import Cluster
 from sp_bench.plan.method import PHASES, Method
-from sp_bench.plan.ops import Plan
-from sp_bench.plan.problem import Problem
 from sp_bench.simulate import simulate
 
 CLUSTER_HEAD = """\
@@ -131,33 +128,12 @@ class Prediction:
 
 def predict(cluster: Cluster, cell: printed.Cell) -> Prediction:
     """Simulate a cell."""
-    return _predict(cluster, cell, lambda plan, problem: simulate(plan, problem, cluster).makespan_s)
-
-
-class Simulator:
-    """Simulates cells on many clusters of one shape, and keeps the task graphs."""
-
-    def __init__(self) -> None:
-        self.templates: dict[Any, Template] = {}
-
-    def seconds(self, cluster: Cluster, cells: Iterable[printed.Cell]) -> np.ndarray:
-        """The seconds of each cell, equal to those of `predict`."""
-
-        def makespan_s(plan: Plan, problem: Problem) -> float:
-            key = (plan.phase, plan.ops, problem.seqlen, problem.mask)
-            if key not in self.templates:
-                self.templates[key] = Template.build(plan, problem, cluster)
-            return self.templates[key].makespan_s(cluster)
-
-        return np.array([_predict(cluster, cell, makespan_s).seconds for cell in cells])
-
-
-def _predict(cluster: Cluster, cell: printed.Cell, makespan_s: Any) -> Prediction:
     problem = cell.problem
     costs = cluster.profile(problem)
 
     def times(method: Method) -> tuple[float, float]:
-        forward_s, backward_s = (makespan_s(method.plan(problem, phase, costs), problem) for phase in PHASES)
+        plans = (method.plan(problem, phase, costs) for phase in PHASES)
+        forward_s, backward_s = (simulate(plan, problem, cluster).makespan_s for plan in plans)
         return forward_s, backward_s
 
     variants = methods.build(cell.method, {}).candidates(problem)
@@ -166,12 +142,12 @@ def _predict(cluster: Cluster, cell: printed.Cell, makespan_s: Any) -> Predictio
 
 def fit_variant(variant: Variant) -> dict[str, Any]:
     """Fit log(ours / paper's) by least squares over the fitted cells; returns the row of the report."""
-    simulator, paper = Simulator(), printed.paper_s()
+    paper = printed.paper_s()
     measured = np.log([paper[cell] for cell in printed.fitted()])
 
     def residuals(values: Mapping[str, float]) -> np.ndarray:
         cluster = Cluster.build(variant.config(values))
-        return np.log(simulator.seconds(cluster, printed.fitted())) - measured
+        return np.log([predict(cluster, cell).seconds for cell in printed.fitted()]) - measured
 
     start = {name: PARAMETERS[name].start for name in variant.free}
     bounds = {name: (PARAMETERS[name].low, PARAMETERS[name].high) for name in variant.free}

@@ -144,9 +144,9 @@ def tiled_speedup(cell: Cell) -> float:
     return maximum_speedup(cell, masked_share=tiles_computed(cell.block, *tile(cell.device)))
 
 
-def attention_limit(n: int, masked_share: float = 0.5) -> float:
-    """Ring's time over Striped's for attention alone, with a device for each of n ranks: 2 - 1/n."""
-    return (n - 1 + masked_share) / (n * masked_share)
+def attention_limit(n: int) -> float:
+    """Ring's time over Striped's for attention alone, with a device for each of n ranks."""
+    return 2 - 1 / n
 
 
 def shared_limit(n: int, cores: int, masked_share: float = 0.5) -> float:
