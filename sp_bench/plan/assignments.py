@@ -19,11 +19,14 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from sp_bench.plan.layout import LAYOUTS, Layout, Positions
+
+if TYPE_CHECKING:
+    from sp_bench.plan.documents import Packed
 
 BLOCKS_EACH = 16
 """How many blocks a chunk gets under the assignment `blocks`."""
@@ -36,36 +39,11 @@ FOR_ANY = ("zigzag_documents", "whole_documents", "blocks")
 """The assignments that every method of any layout takes."""
 
 
-class Pack(Protocol):
-    """Documents packed into one sequence, as plan.documents has them: what assignments ask of them."""
-
-    @property
-    def queries(self) -> tuple[int, ...]:
-        """Tokens of each document that are assigned, in order."""
-        ...
-
-    @property
-    def seqlen(self) -> int:
-        """Those of all documents."""
-        ...
-
-    @property
-    def work_of_documents(self) -> np.ndarray:
-        """Pairs of query and key that each document computes: (documents,)."""
-        ...
-
-    def work_before(self, positions: np.ndarray) -> np.ndarray:
-        """Pairs of query and key of all queries before each position."""
-        ...
-
-    def __hash__(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class TokenAssignment:
     """The tokens of a pack assigned to chunks in one of the ways above."""
 
-    mask: Pack
+    mask: Packed
     name: str
     """One of ASSIGNMENTS."""
     block_tokens: int | None = None
@@ -160,7 +138,7 @@ def _tokens(assignment: TokenAssignment, chunks: int) -> np.ndarray:
     return np.array([int((stop - start).sum()) for start, stop in _runs(assignment, chunks)])
 
 
-def _documents(mask: Pack) -> tuple[np.ndarray, np.ndarray]:
+def _documents(mask: Packed) -> tuple[np.ndarray, np.ndarray]:
     """(first, behind the last) position of each document."""
     ends = np.cumsum(mask.queries)
     return ends - mask.queries, ends
@@ -198,7 +176,7 @@ def _blocks(assignment: TokenAssignment, chunks: int) -> Pieces:
     return Pieces(to, edges[:-1], edges[1:])
 
 
-def _cut(mask: Pack, count: int, chunks: int) -> tuple[np.ndarray, np.ndarray]:
+def _cut(mask: Packed, count: int, chunks: int) -> tuple[np.ndarray, np.ndarray]:
     """The edges of about `count` equal blocks of the sequence, a multiple of `chunks` if there are that many, and their
     work: (blocks + 1,), (blocks,).
     """
@@ -257,7 +235,7 @@ def _hybrid(assignment: TokenAssignment, chunks: int) -> Pieces:
     return _in_sub_groups(mask, chunks, best)
 
 
-def _sub_groups(mask: Pack, chunks: int, tokens: int) -> tuple[list[tuple[int, int]], float]:
+def _sub_groups(mask: Packed, chunks: int, tokens: int) -> tuple[list[tuple[int, int]], float]:
     """(first chunk, chunks) of each document's sub-group, with so many tokens a chunk, and the imbalance."""
     load, most = np.zeros(chunks), chunks.bit_length() - 1
     work = mask.work_of_documents
@@ -280,7 +258,7 @@ def _sub_groups(mask: Pack, chunks: int, tokens: int) -> tuple[list[tuple[int, i
     return sub_groups, float(each.max() / each.mean())
 
 
-def _in_sub_groups(mask: Pack, chunks: int, sub_groups: list[tuple[int, int]]) -> Pieces:
+def _in_sub_groups(mask: Packed, chunks: int, sub_groups: list[tuple[int, int]]) -> Pieces:
     """The pieces of each chunk: zigzag inside each document's sub-group."""
     start, stop = _documents(mask)
     first, size = np.array(sub_groups).T

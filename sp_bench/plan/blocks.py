@@ -10,37 +10,13 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sp_bench.plan.layout import Layout, Positions, Shards
 from sp_bench.plan.regions import Region, RegionKind, Regions, filled
 
-
-class Rule(Protocol):
-    """A mask of whole sequences, as plan.mask has them: what blocks ask of it."""
-
-    @property
-    def held(self) -> int:
-        """Keys that all ranks hold beside those that are assigned."""
-        ...
-
-    def regions(self, q: Positions, kv: Positions) -> Regions:
-        """The regions between query and key chunks at these global positions."""
-        ...
-
-    def relation(self, q_chunk, kv_chunk) -> Any:
-        """A number from 0 to 2 for two chunks of one layout, or for two arrays of chunks."""
-        ...
-
-    def keys(self, layout: Layout, n: int, seqlen: int, kv_seqlen: int) -> Shards:
-        """The keys that queries see, as they are assigned."""
-        ...
-
-    def among_keys(self, queries: Positions, seqlen: int, kv_seqlen: int) -> Positions:
-        """The positions of queries among the keys."""
-        ...
-
-    def __hash__(self) -> int: ...
+if TYPE_CHECKING:
+    from sp_bench.plan.mask import WholeMask
 
 
 class Part(NamedTuple):
@@ -55,12 +31,12 @@ class Part(NamedTuple):
 class Blocks:
     """The classes of blocks between the chunks of a layout, and which class each pair of ranks has.
 
-    A class is the relation of two chunks (`Rule.relation`) and, where chunks differ in size, the sizes of both: chunks
-    before one of `Shards.boundaries` have one token more in one of their pieces. A history, which all queries see, is
-    in each block of the same relation alike.
+    A class is the relation of two chunks (`WholeMask.relation`) and, where chunks differ in size, the sizes of both:
+    chunks before one of `Shards.boundaries` have one token more in one of their pieces. A history, which all queries
+    see, is in each block of the same relation alike.
     """
 
-    mask: Rule
+    mask: WholeMask
     layout: Layout
     n: int
     seqlen: int

@@ -5,59 +5,18 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sp_bench.plan import assignments
+from sp_bench.plan.assignments import AssignedLayout
 from sp_bench.plan.blocks import Blocks, Part
-from sp_bench.plan.intervals import Runs, Sight, covered, pair_counts, regions_of_runs, runs_of
+from sp_bench.plan.intervals import Runs, covered, pair_counts, regions_of_runs, runs_of
 from sp_bench.plan.layout import Positions, Shards
-from sp_bench.plan.mask import Mask
 from sp_bench.plan.regions import Regions
 
-
-class Pack(assignments.Pack, Sight, Protocol):
-    """Documents packed into one sequence, as plan.documents has them: what their blocks ask of a pack."""
-
-    @property
-    def new(self) -> tuple[int, ...]:
-        """Tokens of each document that are queries; empty for all of them."""
-        ...
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Keys of each document."""
-        ...
-
-    @property
-    def edges(self) -> Any:
-        """The first key of each document, and how many there are: (documents + 1,)."""
-        ...
-
-    @property
-    def windowed(self) -> bool:
-        """Whether a window limits what a query sees."""
-        ...
-
-    @property
-    def query_positions(self) -> Any:
-        """The position of each query among the keys: (seqlen,)."""
-        ...
-
-    @property
-    def causal(self) -> bool:
-        """Whether a query sees no key behind its own position."""
-        ...
-
-    @property
-    def inside(self) -> Mask:
-        """The mask of one document, without a window."""
-        ...
-
-    def in_one(self, q: Runs, kv: Runs) -> bool:
-        """Whether all these queries and keys are of one document, of which there is no window."""
-        ...
+if TYPE_CHECKING:
+    from sp_bench.plan.documents import Packed
 
 
 class Shapes(NamedTuple):
@@ -88,7 +47,7 @@ class PackBlocks(Blocks):
     Counts of pairs are an array over all pairs of chunks.
     """
 
-    mask: Pack  # pyright: ignore[reportIncompatibleVariableOverride]
+    mask: Packed  # pyright: ignore[reportIncompatibleVariableOverride]
     found: dict[int, Regions] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, q_rank, kv_rank):
@@ -315,7 +274,7 @@ class PackBlocks(Blocks):
 
 def runs_of_chunks(shards: Shards) -> list[Runs]:
     """The positions of every chunk, as runs."""
-    if isinstance(shards.layout, assignments.AssignedLayout) and shards.in_runs:
+    if isinstance(shards.layout, AssignedLayout) and shards.in_runs:
         return [Runs(start, stop) for start, stop in shards.layout.ranges.runs(shards.chunks)]
     return [runs_of(shards.chunk_positions(chunk)) for chunk in range(shards.chunks)]
 

@@ -30,15 +30,14 @@ from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.latents import Latents
 from sp_bench.run.sms import share
 from sp_bench.run.transport import AloneTransport
-from sp_bench.workload.base import SINKS, PlannedAttention, RankContext, Spec
-from sp_bench.workload.engine_step import EngineStep
+from sp_bench.workload.base import SINKS, PlannedAttention, RankContext, Spec, Step
 from sp_bench.workload.exact_rows import Inputs, SunkRows, errors_of_rows
 from sp_bench.workload.exactness import NAMES
 from sp_bench.workload.gate import GateErrors
 from sp_bench.workload.sampled_rows import Sample, rows_for, sampled
 
 
-class AttentionStep(EngineStep):
+class AttentionStep(Step):
     """Random inputs, and the engine of the timed phases."""
 
     def __init__(self, spec: Spec, context: RankContext) -> None:
@@ -119,10 +118,6 @@ class AttentionStep(EngineStep):
         marked = marks_parts(self._spec) or self._context.device.type == "cpu"
         return known if marked else {"caller": known["caller"]}
 
-    def memory(self) -> Mapping[str, int]:
-        """Nothing: the attention's memory is all."""
-        return {}
-
     def finite(self) -> bool:
         """Whether the last outputs and gradients are finite."""
         return all(bool(x.isfinite().all()) for results in self._results.values() for x in results)
@@ -151,10 +146,6 @@ class AttentionStep(EngineStep):
         spec, kept, sample = self._spec, self._kept, self._sample
         latents = Latents.random(spec.problem, spec.seed, torch.device("cpu"), backward=False)
         return errors_of_rows(spec.problem, self._context, inputs, kept, sample, sunk, latents=latents)
-
-    def close(self) -> None:
-        """Release the engine's threads and streams."""
-        self._engine.close()
 
 
 def parts_of(spent: Spent) -> dict[str, float]:

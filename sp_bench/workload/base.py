@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.device import DeviceCosts
@@ -23,7 +23,10 @@ from sp_bench.workload.gate import GateErrors
 if TYPE_CHECKING:
     import torch
 
+    from sp_bench.peers.engine import PeerEngine
+    from sp_bench.run.engine import Engine
     from sp_bench.run.executor import Action
+    from sp_bench.run.graphs import GraphedEngine
     from sp_bench.run.holdings import LiveBytes
     from sp_bench.run.sms import SmShares
     from sp_bench.run.transport import Transport
@@ -50,74 +53,86 @@ class RankContext:
     """Whether phases are captured and replayed; auto: where that works."""
 
 
-class Step(Protocol):
-    """A workload on a rank, with inputs and buffers. An iteration is `untimed`, then each timed phase."""
+class Step(ABC):
+    """A workload on a rank, with inputs and buffers. An iteration is `untimed`, then each timed phase.
+
+    Its attention is computed by one engine, or by several that are alike but for their plans and share a transport.
+    """
+
+    @property
+    @abstractmethod
+    def engine(self) -> Engine | GraphedEngine | PeerEngine:
+        """The engine; one of several."""
 
     @property
     def kernel_name(self) -> str:
         """The kernel of its attention blocks."""
-        ...
+        return self.engine.kernel_name
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on its kernels for a reader of its times."""
-        ...
+        return self.engine.notes
 
     @property
     def communicators(self) -> tuple[str, ...]:
         """NCCL's communicators that its attention uses, in words; empty without NCCL, or for a peer."""
-        ...
+        return self.engine.transport.communicators
 
     @property
     def outside_bytes(self) -> int:
         """Bytes of a GPU that its attention's buffers take outside of torch's allocator."""
-        ...
+        return self.engine.transport.outside_bytes
 
     @property
     def shares(self) -> SmShares | None:
         """The shares of the GPU that lanes and blocks take; None on a CPU, or for a peer."""
-        ...
+        return self.engine.shares
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, ...]]:
-        """Bytes sent so far: by lane, tensor and field of a plan, or by operation of a peer's code."""
-        ...
-
-    def untimed(self) -> None:
-        """Prepare an iteration: make what its timed phases need."""
-
-    def capture(self) -> None:
-        """Capture the timed phases, if they are replayed as graphs; they have been executed once. All ranks call it."""
-
-    def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
-        """Execute a phase, or only its blocks or its transfers. `live` counts the bytes of live tensors."""
-
-    def parts(self, phase: str) -> Mapping[str, float]:
-        """Seconds of the last execution of a phase by part; empty if they are not known."""
-        ...
-
-    def memory(self) -> Mapping[str, int]:
-        """Bytes held by kind; empty if the attention's are all."""
-        ...
+        """Bytes sent so far, untimed executions included: by lane, tensor and field of a plan, or by operation of a
+        peer's code.
+        """
+        return self.engine.transport.sent_bytes
 
     @property
     def losses(self) -> Sequence[float]:
         """The loss of each complete iteration so far; empty if nothing is trained."""
-        ...
+        return ()
 
+    def untimed(self) -> None:  # noqa: B027  # a prompt writes its cache again before it reads it
+        """Prepare an iteration: make what its timed phases need."""
+
+    def capture(self) -> None:  # noqa: B027  # steps of a model or a prompt aren't replayed
+        """Capture the timed phases, if they are replayed as graphs; they have been executed once. All ranks call it."""
+
+    @abstractmethod
+    def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
+        """Execute a phase, or only its blocks or its transfers. `live` counts the bytes of live tensors."""
+
+    @abstractmethod
+    def parts(self, phase: str) -> Mapping[str, float]:
+        """Seconds of the last execution of a phase by part; empty if they are not known."""
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes held by kind; empty if the attention's are all."""
+        return {}
+
+    @abstractmethod
     def finite(self) -> bool:
         """Whether the last results are finite."""
-        ...
 
-    def keep(self) -> None:
+    def keep(self) -> None:  # noqa: B027  # a model's `errors` executes a step of its own
         """Keep rows of the last results, sampled by the workload's seed, for `errors`."""
 
+    @abstractmethod
     def errors(self) -> GateErrors:
         """Errors of sampled rows of results against fp64, the same on all ranks. All ranks must call it, at the end."""
-        ...
 
     def close(self) -> None:
         """Release threads and streams."""
+        self.engine.close()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,8 @@ from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.workload.attention_step import make_engine, parts_of
-from sp_bench.workload.base import RankContext, Spec
+from sp_bench.workload.base import RankContext, Spec, Step
 from sp_bench.workload.denoiser import Denoiser
-from sp_bench.workload.engine_step import EngineStep
 from sp_bench.workload.exact_rows import Inputs, errors_of_rows
 from sp_bench.workload.exactness import relative_error, squared_norms
 from sp_bench.workload.gate import GateErrors
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from sp_bench.workload.dit import Denoise
 
 
-class DenoiseStep(EngineStep):
+class DenoiseStep(Step):
     """A denoiser, and the engine that computes the attention of all its layers."""
 
     def __init__(self, workload: Denoise, spec: Spec, context: RankContext) -> None:
@@ -60,9 +59,6 @@ class DenoiseStep(EngineStep):
         """Make the next latent."""
         self._latent = self._denoiser.latent(self._number)
         self._number += 1
-
-    def capture(self) -> None:
-        """Nothing: a step of a model isn't replayed."""
 
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute the step, or only its blocks with all else that computes, or only the transfers of its attentions."""
@@ -105,9 +101,6 @@ class DenoiseStep(EngineStep):
         """Whether the last result is finite."""
         return self._predicted is None or bool(self._predicted.isfinite().all())
 
-    def keep(self) -> None:
-        """Nothing: `errors` executes a step of its own, whose tensors needn't be kept while others are timed."""
-
     def errors(self) -> GateErrors:
         """Errors of sampled rows of the last layer's attention, in one more execution of the timed step."""
         self._attention.watched = watched = Watched()
@@ -120,10 +113,6 @@ class DenoiseStep(EngineStep):
         sample = sampled(problem, self._context.rank, self._spec.seed)
         inputs: Inputs = q, k, v, q  # of dout no row is looked at
         return errors_of_rows(problem, self._context, inputs, sample.of({"out": out}), sample)
-
-    def close(self) -> None:
-        """Release the engine's threads and streams."""
-        self.engine.close()
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, held: tuple[Tensor, ...]) -> Tensor:
         return self._attention.forward(q, k, v, held)[0]

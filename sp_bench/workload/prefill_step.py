@@ -27,8 +27,7 @@ from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.latents import Latents
 from sp_bench.workload.attention_step import GATE_TOKENS, make_engines, marks_parts, parts_of, random_tensor, sinks_of
-from sp_bench.workload.base import PlannedAttention, RankContext, Spec
-from sp_bench.workload.engine_step import EngineStep
+from sp_bench.workload.base import PlannedAttention, RankContext, Spec, Step
 from sp_bench.workload.exact_rows import SunkRows, errors_of_rows
 from sp_bench.workload.gate import GateErrors, worst_of
 from sp_bench.workload.prefill_costs import chunk_part
@@ -93,7 +92,7 @@ def watched(chunks: int) -> list[int]:
     return sorted({0, chunks // 2, chunks - 1})
 
 
-class PrefillStep(EngineStep):
+class PrefillStep(Step):
     """A prompt, timed from the first chunk's beginning to the last one's end."""
 
     def __init__(self, spec: Spec, context: RankContext) -> None:
@@ -124,12 +123,6 @@ class PrefillStep(EngineStep):
         """Notes on its kernels and cache for a reader of its times."""
         return (*super().notes, *([COPIED] if self._spec.problem.batch > 1 else []))
 
-    def untimed(self) -> None:
-        """Nothing: every row of the cache is written again before it is read."""
-
-    def capture(self) -> None:
-        """Nothing: the steps of a prompt aren't replayed."""
-
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute all chunks in order. Only Action.EVERYTHING keeps results."""
         self._marks = [self._clock.mark()]
@@ -156,10 +149,6 @@ class PrefillStep(EngineStep):
         known = dict(seconds) if marked else {"caller": seconds["caller"]}
         pairs = enumerate(zip(self._marks, self._marks[1:], strict=False))
         return known | {chunk_part(index): self._clock.seconds(*pair) for index, pair in pairs}
-
-    def memory(self) -> Mapping[str, int]:
-        """Nothing: the attention's memory is all."""
-        return {}
 
     def finite(self) -> bool:
         """Whether the last outputs are finite."""

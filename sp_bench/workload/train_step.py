@@ -19,9 +19,8 @@ from sp_bench.run.executor import Action, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.latents import Latents
 from sp_bench.workload.attention_step import make_engines, parts_of
-from sp_bench.workload.base import RankContext, Spec
+from sp_bench.workload.base import RankContext, Spec, Step
 from sp_bench.workload.collectives import Call
-from sp_bench.workload.engine_step import EngineStep
 from sp_bench.workload.exact_rows import SunkRows, errors_of_rows
 from sp_bench.workload.exactness import NAMES
 from sp_bench.workload.gate import GateErrors
@@ -103,7 +102,7 @@ class MarkedEngine:
         self.readings.append(self.engine.reading(phase))
 
 
-class TrainStep(EngineStep):
+class TrainStep(Step):
     """A trainer, timed by phase: forward, backward, update."""
 
     def __init__(self, workload: Train, spec: Spec, context: RankContext) -> None:
@@ -148,9 +147,6 @@ class TrainStep(EngineStep):
         """Make the next batch."""
         self._batch: Batch = self._trainer.batch(self._number)
 
-    def capture(self) -> None:
-        """Nothing: a training step waits for the host, so that it can't be replayed."""
-
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase. Without transfers the optimizer gets no gradients, so that parameters stay equal."""
         for attention in self._attentions:
@@ -192,9 +188,6 @@ class TrainStep(EngineStep):
     def finite(self) -> bool:
         """Whether all parameters are finite."""
         return all(bool(self._states.local(p).isfinite().all()) for p in self._states.parameters)
-
-    def keep(self) -> None:
-        """Nothing: `errors` executes a step of its own, whose tensors needn't be kept while others are timed."""
 
     def errors(self) -> GateErrors:
         """Errors of sampled rows of the last layer's attention, in one more forward and backward of the timed step."""
