@@ -17,8 +17,9 @@ from sp_bench.calibrating.kernels import kernel_for, random
 from sp_bench.calibrating.setting import Links, Samples, Setting
 from sp_bench.measure.pool import report
 from sp_bench.plan.regions import RegionKind
+from sp_bench.run.gloo import GlooTransport
 from sp_bench.run.streams import lane_threads
-from sp_bench.run.transport import GlooTransport, Turn
+from sp_bench.run.transport import Turn
 
 TINY_BYTES = 4
 MESSAGES = 20

@@ -36,7 +36,7 @@ class TransportKind:
     a result that outlives the plan is copied out of one."""
 
 
-GLOO = TransportKind(name="gloo", made_by="sp_bench.run.transport:gloo_transport", preposts=True, pipelines=True)
+GLOO = TransportKind(name="gloo", made_by="sp_bench.run.gloo:gloo_transport", preposts=True, pipelines=True)
 """Gloo between CPUs; each lane has a thread."""
 SHARED = TransportKind(
     name="shared_memory", made_by="sp_bench.run.shared_memory:shared_transport", simulated=False, of_one_machine=True,

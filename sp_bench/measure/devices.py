@@ -90,8 +90,8 @@ def transport_here(
 
     With NCCL a lane takes `lane_ctas` CTAs at most; None: its share of the GPU.
     """
+    from sp_bench.run.gloo import HostTransport
     from sp_bench.run.groups import world
-    from sp_bench.run.transport import HostTransport
 
     if _Process.devices.shared:
         transport = HostTransport(world())

@@ -23,13 +23,14 @@ from sp_bench.run.buffers import Arena, Borrowed, Buffers
 from sp_bench.run.devices import Cuda, Device
 from sp_bench.run.execution import Sinks
 from sp_bench.run.executor import Action, Executor, Spent
+from sp_bench.run.gloo import GlooTransport
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.latents import Latents
 from sp_bench.run.padding import padded, padded_by_head, true, true_by_head
 from sp_bench.run.partials import Tensors, tokens_of
 from sp_bench.run.slices import one_slice, together
 from sp_bench.run.sms import SmShares
-from sp_bench.run.transport import GlooTransport, Transport
+from sp_bench.run.transport import Transport
 
 SINKS = "sinks"
 """The key of the scores that a forward had besides those of keys, among what it saves."""

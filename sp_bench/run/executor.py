@@ -23,13 +23,14 @@ from sp_bench.plan.problem import Problem
 from sp_bench.run.annotations import annotation
 from sp_bench.run.blocks import Blocks, Perform
 from sp_bench.run.buffers import Buffers
+from sp_bench.run.device_streams import DeviceStreams
 from sp_bench.run.devices import Device
 from sp_bench.run.execution import WAITS, Execution, Marks, Sinks, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.lanes import Lanes
 from sp_bench.run.latents import Latents
 from sp_bench.run.partials import Sums, Tensors
-from sp_bench.run.streams import DeviceStreams, Streams, ThreadStreams
+from sp_bench.run.streams import Streams, ThreadStreams
 from sp_bench.run.transport import Transport
 
 

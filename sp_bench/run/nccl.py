@@ -33,22 +33,12 @@ from sp_bench.lower.early import by_messages
 from sp_bench.machine import boot_id
 from sp_bench.plan.groups import Group
 from sp_bench.plan.ops import Pass, Plan, Transfer
+from sp_bench.run.gloo import GlooTransport, HostTransport
 from sp_bench.run.groups import gathered, own_group
 from sp_bench.run.patience import before_use, first_timeout, use_of
 from sp_bench.run.registered import Registered
 from sp_bench.run.sms import VARIABLE, most_ctas
-from sp_bench.run.transport import (
-    Call,
-    GlooTransport,
-    HostTransport,
-    Key,
-    Members,
-    Message,
-    Transport,
-    Turn,
-    begin,
-    members_of,
-)
+from sp_bench.run.transport import Call, Key, Members, Message, Transport, Turn, begin, members_of
 
 
 class Part(Enum):

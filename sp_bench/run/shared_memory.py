@@ -23,9 +23,9 @@ from torch import Tensor
 from sp_bench.errors import RequestError
 from sp_bench.lower import SHARED
 from sp_bench.machine import boot_id
+from sp_bench.run.gloo import GlooTransport
 from sp_bench.run.groups import gathered, timeout_of
 from sp_bench.run.one_sided import OneSidedTransport, PeerMemory, Signal
-from sp_bench.run.transport import GlooTransport
 
 
 class SharedTransport(OneSidedTransport):

@@ -101,7 +101,7 @@ def run_it(n: int) -> float | None:
     """On a rank: the largest difference from what ring computes."""
     from sp_bench.methods.ring import Ring
     from sp_bench.run.engine import Engine
-    from sp_bench.run.transport import GlooTransport
+    from sp_bench.run.gloo import GlooTransport
 
     group = group_of(n, "gather_home")
     if group is None:

@@ -17,8 +17,9 @@ from sp_bench import SequenceParallelAttention
 from sp_bench.plan.method import PHASES
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
+from sp_bench.run.gloo import GlooTransport
 from sp_bench.run.holdings import LiveBytes
-from sp_bench.run.transport import GlooTransport, Message, Turn
+from sp_bench.run.transport import Message, Turn
 from tests.support.attention_cases import (
     HEAD_DIM,
     Case,

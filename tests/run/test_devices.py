@@ -23,10 +23,11 @@ from sp_bench.plan.groups import Group
 from sp_bench.plan.method import PHASES
 from sp_bench.run import nccl
 from sp_bench.run.devices import Cuda
+from sp_bench.run.gloo import GlooTransport
 from sp_bench.run.nccl import NcclTransport, Part, transport_for
 from sp_bench.run.patience import first_timeout
 from sp_bench.run.sms import most_ctas
-from sp_bench.run.transport import AloneTransport, GlooTransport, Turn
+from sp_bench.run.transport import AloneTransport, Turn
 from tests.run import device_jobs
 from tests.support.attention_cases import Case, errors_of, of_each_method, of_one_batch_entry, wrong_in
 from tests.support.marks import NEEDS_A_GPU, exhaustive

@@ -14,7 +14,7 @@ from sp_bench.plan import KV, Q
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.executor import Action, Executor
-from sp_bench.run.transport import GlooTransport
+from sp_bench.run.gloo import GlooTransport
 from tests.support.problems import small_problem
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from sp_bench.plan import Method, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.regions import RegionKind
-from sp_bench.run import streams
+from sp_bench.run import device_streams
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.graphs import CALLBACKS, GraphedEngine
@@ -148,14 +148,14 @@ def test_a_capture_waits_for_nothing_outside(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_lanes_end_with_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def execution(self: streams.DeviceStreams) -> Iterator[None]:
+    def execution(self: device_streams.DeviceStreams) -> Iterator[None]:
         """Without the waits at its end."""
         blocks = self._device.current()
         monkeypatch.setattr(self, "_ends", [])
         yield
         self._device.switch(blocks)
 
-    monkeypatch.setattr(streams.DeviceStreams, "execution", execution)
+    monkeypatch.setattr(device_streams.DeviceStreams, "execution", execution)
     with pytest.raises(NotCapturable, match="not joined"):
         replayed(build("ulysses", {}), 0, 0)
 

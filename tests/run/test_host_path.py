@@ -17,9 +17,9 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Block, Fold, Plan, Transfer
 from sp_bench.run import nccl
+from sp_bench.run.device_streams import needed_waits
 from sp_bench.run.executor import Action
 from sp_bench.run.nccl import NcclTransport
-from sp_bench.run.streams import needed_waits
 from tests.support.problems import all_methods, splittable_problem
 
 SIZES = (8, 64, 256)

@@ -18,12 +18,12 @@ from sp_bench.plan import Join, Plan, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
-from sp_bench.run import executor, streams
+from sp_bench.run import device_streams, executor
 from sp_bench.run.buffers import Arena
+from sp_bench.run.device_streams import needed_waits
 from sp_bench.run.engine import Engine
 from sp_bench.run.one_sided import DATA, FREE, Signal
 from sp_bench.run.sharding import shard
-from sp_bench.run.streams import needed_waits
 from sp_bench.run.symmetric_memory import SymmetricMemory
 from tests.run.executions import CPU, Execution, LikeAGpus, fitting, four, inputs, small
 from tests.run.queued import Event, Hazard, Machine, Rank, Stream, Wires
@@ -145,16 +145,16 @@ SENT_AS_HELD = four("mesh", {"tile": (4, 1)}, wire="float32")
 
 def test_what_is_sent_is_kept_until_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SENT_AS_HELD.wrong() == ""
-    monkeypatch.setattr(streams.DeviceStreams, "keeper", lambda self, index: lambda tensors: None)
+    monkeypatch.setattr(device_streams.DeviceStreams, "keeper", lambda self, index: lambda tensors: None)
     assert "Hazard" in SENT_AS_HELD.wrong()
 
 
 def test_what_is_kept_is_let_go_within_the_execution(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the latest when blocks have waited for the lane, so that memory is what account says."""
     kept: list[int] = []
-    keeper = streams.DeviceStreams.keeper
+    keeper = device_streams.DeviceStreams.keeper
 
-    def watched(self: streams.DeviceStreams, index: int) -> Callable[[object], None]:
+    def watched(self: device_streams.DeviceStreams, index: int) -> Callable[[object], None]:
         keep = keeper(self, index)
 
         def watch(tensors: object) -> None:
@@ -163,10 +163,10 @@ def test_what_is_kept_is_let_go_within_the_execution(monkeypatch: pytest.MonkeyP
 
         return watch
 
-    monkeypatch.setattr(streams.DeviceStreams, "keeper", watched)
+    monkeypatch.setattr(device_streams.DeviceStreams, "keeper", watched)
     assert SENT_AS_HELD.wrong() == ""
     at_once = max(kept)
-    monkeypatch.setattr(streams, "_let_go", lambda plan, waits: [()] * len(plan.ops))
+    monkeypatch.setattr(device_streams, "_let_go", lambda plan, waits: [()] * len(plan.ops))
     assert SENT_AS_HELD.wrong() == ""
     assert at_once < max(kept)
 
@@ -326,7 +326,7 @@ def fail_then_go_on() -> None:
 def test_what_a_failed_execution_used_is_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the end of its lanes."""
     fail_then_go_on()
-    monkeypatch.setattr(streams.DeviceStreams, "abandon", lambda self, held: self._kept.clear())
+    monkeypatch.setattr(device_streams.DeviceStreams, "abandon", lambda self, held: self._kept.clear())
     with pytest.raises(Hazard):
         fail_then_go_on()
 

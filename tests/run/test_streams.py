@@ -22,7 +22,8 @@ from sp_bench.plan.mask import Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.run import home, streams
 from sp_bench.run.engine import Engine
-from sp_bench.run.transport import AloneTransport, Call, GlooTransport, Key, Message, NextTransfer, Transport, Turn
+from sp_bench.run.gloo import GlooTransport
+from sp_bench.run.transport import AloneTransport, Call, Key, Message, NextTransfer, Transport, Turn
 from tests.run import jobs
 from tests.support.marks import exhaustive
 from tests.support.problems import all_methods, splittable_problem

@@ -24,9 +24,10 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import KV
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.executor import Action, Executor
+from sp_bench.run.gloo import GlooTransport
 from sp_bench.run.groups import own_group, timeout_of, world
 from sp_bench.run.streams import lane_threads
-from sp_bench.run.transport import Call, GlooTransport, begin
+from sp_bench.run.transport import Call, begin
 
 TIMED = 8
 """The number of messages, or pairs of them, in each repetition; beside blocks at least that many."""
