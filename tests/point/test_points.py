@@ -113,8 +113,8 @@ def watched(monkeypatch: pytest.MonkeyPatch, of: Callable[[Run, Cluster], T]) ->
         found.append(of(run, cluster))
         return run
 
-    def with_all_ranks(run: Run, problem: Problem, cluster: Cluster) -> Run:
-        exact = exactly(run, problem, cluster)
+    def with_all_ranks(run: Run, problem: Problem, cluster: Cluster, most_s: float) -> Run:
+        exact = exactly(run, problem, cluster, most_s)
         found.extend([of(exact, cluster)] if exact.graph is not run.graph else [])
         return exact
 

@@ -11,7 +11,7 @@ import pytest
 
 from sp_bench import extras, machine
 from sp_bench.peers import peer, user
-from sp_bench.point import mode, request
+from sp_bench.point import mode, refusals, request
 from sp_bench.records import identity
 from sp_bench.slurm.points import planned
 from sp_bench.slurm.sweep import main
@@ -48,7 +48,8 @@ def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in {
         mode: ("gpus_here", "torch_has_cuda"),
         machine: ("gpus_here", "gpus_and_driver", "torch_has_cuda", "free_bytes", "busy_s"),
-        request: ("require", "free_bytes", "cores_here", "refuse_hosts"),
+        request: ("require", "cores_here", "refuse_hosts"),
+        refusals: ("free_bytes", "cores_here"),
         extras: ("find_spec",),
         identity: ("gpu_software",),
     }.items():
