@@ -14,12 +14,14 @@ from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
-from sp_bench.simulate import least_s
+from sp_bench.simulate import least_s, uncontended_s
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 from sp_bench.simulate.operations import work_s
 
 MANY_RANKS = 128
 """Ranks from which on simulating all of them takes longer than an estimate by those that are unlike."""
+ROUNDING = 1e-9
+"""A bound that is as long as the time itself may be longer by so much of it."""
 MOST_LOOKED_AT = 256
 """Ranks of which what they compute is part of a bound: the busiest of them is hardly less busy than that of all."""
 
@@ -36,8 +38,8 @@ def by_bound(
     first.
 
     What ranks compute is part of a bound only where the rest of it is below `most_s` and all times that are known by
-    then, `timed`; and so is, of many ranks, what simulating one of each kind says (simulate.least_s), if `estimates`
-    are wanted.
+    then, `timed`; and so is, of many ranks, what takes all of them longer to find: the step without contention, and
+    what simulating one of each kind says (simulate.uncontended_s, simulate.least_s), if `estimates` are wanted.
     """
     by_phase = [{phase: sent_s(plan, problem, cluster) for phase, plan in plans.items()} for problem, plans in variants]
     waiting = [(sum(bounds_s.values()), i) for i, bounds_s in enumerate(by_phase)]
@@ -74,13 +76,18 @@ def blocks_s(method: Method, problem: Problem, phase: str, cluster: Cluster) -> 
 
 def _refinements(n: int, estimates: bool) -> list:
     """Functions with further bounds on the time of a phase, those that take less time first."""
-    return [_computed_s, least_s] if estimates and n >= MANY_RANKS else [_computed_s]
+    return [_computed_s, _uncontended_s, least_s] if estimates and n >= MANY_RANKS else [_computed_s]
 
 
 def sent_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
     """A lower bound on the time of a phase by what it sends."""
     crossing = link_bytes(cluster.network(problem.n), account.traffic(plan, problem, cluster))
     return max(lower_bounds(plan, problem, cluster, crossing, 0.0).values())
+
+
+def _uncontended_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
+    """A lower bound on the time of a phase by all that is simulated of it except that flows share links."""
+    return (1 - ROUNDING) * uncontended_s(plan, problem, cluster)
 
 
 def _computed_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:

@@ -21,11 +21,11 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
 from sp_bench.simulate.flows import LongerError, TaskGraph, Timing, is_compiled, solve
-from sp_bench.simulate.graph import PlanGraph, build_as_alike, build_graph
+from sp_bench.simulate.graph import PlanGraph, build_as_alike, build_graph, uncontended_s
 from sp_bench.simulate.slowdown import slowed_by_transfers
 from sp_bench.simulate.uncontended import solve_rows
 
-__all__ = ["WAITING", "LongerError", "Run", "Span", "exactly", "least_s", "simulate"]
+__all__ = ["WAITING", "LongerError", "Run", "Span", "exactly", "least_s", "simulate", "uncontended_s"]
 
 SLOWDOWN_ROUNDS, SLOWDOWN_SETTLED = 8, 1e-4
 """Transfers slow blocks down, which changes when they run: how often at most that is worked out, and how well."""
@@ -59,6 +59,7 @@ class Run:
 
     plan: Plan
     graph: PlanGraph
+    """Without its tasks where the run is exact."""
     start_s: np.ndarray
     finish_s: np.ndarray
 
@@ -214,7 +215,10 @@ def exactly(run: Run, problem: Problem, cluster: Cluster, most_s: float = math.i
 
 def _run(plan: Plan, graph: PlanGraph, cluster: Cluster, *, exact: bool, most_s: float = math.inf) -> Run:
     timing, tasks = settle(graph, cluster.device.transfer_slowdown, most_s)
-    return Run(plan, graph, timing.start_s, timing.finish_s, graph.busy_s(timing), graph.work_s(tasks), exact)
+    busy_s, work_s = graph.busy_s(timing), graph.work_s(tasks)
+    # A run that is kept while others are simulated needs no tasks any more, unless those are to be others.
+    kept = graph.without_tasks() if exact else graph
+    return Run(plan, kept, timing.start_s, timing.finish_s, busy_s, work_s, exact)
 
 
 def settle(graph: PlanGraph, slowdown: float, most_s: float = math.inf) -> tuple[Timing, TaskGraph]:

@@ -62,8 +62,11 @@ class Graph(NamedTuple):
     path_links: Ints
     hop_load: Floats
     hop_task: Ints
+    dep_start: Ints
+    dep_tasks: Ints
     next_start: Ints
     next_tasks: Ints
+    """The followers of each task, to be filled in."""
     link_bytes_per_s: Floats
     link_seat_start: Ints
     same_instant: Floats
@@ -81,7 +84,7 @@ class Tasks(NamedTuple):
     holder: Ints
     """The link that holds each flow; -1 before it joins."""
     joined: Ints
-    """A list of the flows that join in this instant."""
+    """A list of the flows that join in this instant; before the first one, how many followers of each are filled in."""
 
 
 class Links(NamedTuple):
@@ -119,13 +122,16 @@ class Seats(NamedTuple):
 
 
 class Heaps(NamedTuple):
-    """Binary min-heaps of items by key. `place` finds an item (-1: absent), so that keys move in place, never stale."""
+    """Binary min-heaps of items by key. `place` finds an item (-1: absent), so that keys move in place, never stale.
+
+    Keys lie beside each other as items do, so that those which are compared are on one line of the processor's cache.
+    """
 
     key: Floats
     items: Ints
     place: Ints
     start: Ints
-    """The start of each heap in `items`."""
+    """The start of each heap in `key` and `items`."""
     size: Ints
 
 
@@ -137,18 +143,19 @@ def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held:
     `dirty` are the links whose level may have changed.
     """
     n_tasks = len(g.delay_s)
+    _find_followers(g, tasks)
     for task in range(n_tasks):
         if tasks.awaited[task] == 0:
             _start(g, tasks, events, task, 0.0)
     while events.size[0] > 0:
-        now = events.key[events.items[0]]
+        now = events.key[0]
         if now > g.most_s[0]:
             return
         latest = max(now * (1.0 + g.same_instant[0]), now + g.same_instant[1])
         n_joined = 0
-        while events.size[0] > 0 and events.key[events.items[0]] <= latest:
+        while events.size[0] > 0 and events.key[0] <= latest:
             item = events.items[0]
-            now = events.key[item]
+            now = events.key[0]
             if item >= n_tasks:
                 flow = held.items[held.start[item - n_tasks]]
                 _leave(g, tasks, links, seats, events, held, dirty, flow)
@@ -162,6 +169,14 @@ def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held:
                 else:
                     _finish(g, tasks, events, item, now)
         _fill(g, tasks, links, seats, events, held, dirty, n_joined, now)
+
+
+def _find_followers(g: Graph, tasks: Tasks) -> None:
+    for task in range(len(g.delay_s)):
+        for i in range(g.dep_start[task], g.dep_start[task + 1]):
+            before = g.dep_tasks[i]
+            g.next_tasks[g.next_start[before] + tasks.joined[before]] = task
+            tasks.joined[before] += 1
 
 
 def _start(g: Graph, tasks: Tasks, events: Heaps, task: int, now: float) -> None:
@@ -354,7 +369,7 @@ def _hold(
             return
         _read_clock(links, before, now)
         # Rounding must not leave a flow that is just about to end with less than nothing.
-        left_bytes = max(held.key[flow] - links.clock_bytes[before], 0.0)
+        left_bytes = max(held.key[held.start[before] + held.place[flow]] - links.clock_bytes[before], 0.0)
         _remove(held, before, flow)
         _schedule(g, links, events, held, before)
     for hop in range(g.path_start[flow], g.path_start[flow + 1]):
@@ -372,7 +387,7 @@ def _schedule(g: Graph, links: Links, events: Heaps, held: Heaps, link: int) -> 
     """Set the time of the next end of a flow that a link holds."""
     event = len(g.delay_s) + link
     if held.size[link] > 0:
-        left_bytes = held.key[held.items[held.start[link]]] - links.clock_bytes[link]
+        left_bytes = held.key[held.start[link]] - links.clock_bytes[link]
         _set_key(events, 0, event, links.read_s[link] + max(left_bytes, 0.0) / links.pace[link])
     elif events.place[event] >= 0:
         _remove(events, 0, event)
@@ -384,8 +399,7 @@ def _set_key(heaps: Heaps, heap: int, item: int, key: float) -> None:
     if place < 0:
         place = heaps.size[heap]
         heaps.size[heap] += 1
-    heaps.key[item] = key
-    _sift(heaps, heap, item, place)
+    _sift(heaps, heap, item, key, place)
 
 
 def _remove(heaps: Heaps, heap: int, item: int) -> None:
@@ -393,35 +407,39 @@ def _remove(heaps: Heaps, heap: int, item: int) -> None:
     heaps.place[item] = -1
     heaps.size[heap] -= 1
     if place < heaps.size[heap]:
-        _sift(heaps, heap, heaps.items[heaps.start[heap] + heaps.size[heap]], place)
+        last = heaps.start[heap] + heaps.size[heap]
+        _sift(heaps, heap, heaps.items[last], heaps.key[last], place)
 
 
-def _sift(heaps: Heaps, heap: int, item: int, place: int) -> None:
+def _sift(heaps: Heaps, heap: int, item: int, key: float, place: int) -> None:
     """Put the item where it belongs, given that `place` is free and all others are in order."""
-    key, start, size = heaps.key[item], heaps.start[heap], heaps.size[heap]
+    start, size = heaps.start[heap], heaps.size[heap]
     while place > 0:
         above = (place - 1) // 2
-        other = heaps.items[start + above]
-        if heaps.key[other] <= key:
+        other_key = heaps.key[start + above]
+        if other_key <= key:
             break
-        heaps.items[start + place] = other
+        other = heaps.items[start + above]
+        heaps.items[start + place], heaps.key[start + place] = other, other_key
         heaps.place[other] = place
         place = above
     while 2 * place + 1 < size:
         below = 2 * place + 1
-        if below + 1 < size and heaps.key[heaps.items[start + below + 1]] < heaps.key[heaps.items[start + below]]:
+        if below + 1 < size and heaps.key[start + below + 1] < heaps.key[start + below]:
             below += 1
-        other = heaps.items[start + below]
-        if key <= heaps.key[other]:
+        other_key = heaps.key[start + below]
+        if key <= other_key:
             break
-        heaps.items[start + place] = other
+        other = heaps.items[start + below]
+        heaps.items[start + place], heaps.key[start + place] = other, other_key
         heaps.place[other] = place
         place = below
-    heaps.items[start + place] = item
+    heaps.items[start + place], heaps.key[start + place] = item, key
     heaps.place[item] = place
 
 
 _CALLED_BY_RUN = (
+    _find_followers,
     _start,
     _finish,
     _join,

@@ -33,6 +33,8 @@ from sp_bench.simulate import _flows_numba as kernel
 
 Solver = Literal["auto", "numba", "python"]
 Floats = NDArray[np.float64]
+ROW = ("C", "A", "W")
+"""Read-only or strided arrays would each make numba compile another version of the kernel."""
 SAME_INSTANT, ABOUT_AN_INSTANT, MANY_FLOWS = 1e-12, 1e-6, 100_000
 """Events closer than this, relative to the time since the start, share one solve of the rates; with many flows, whose
 events lie closer together than that matters, a millionth of the time and of a lower bound on the makespan."""
@@ -70,8 +72,10 @@ class TaskGraph:
     """[L] Positive and finite."""
 
     def __post_init__(self) -> None:
-        for name in ("delay_s", "flow_bytes", "path_loads", "rate_cap", "link_bytes_per_s", "weight"):
+        for name in ("delay_s", "flow_bytes", "path_loads", "rate_cap", "link_bytes_per_s"):
             object.__setattr__(self, name, _as_array(name, getattr(self, name), np.float64))
+        # Most often all weights are 1, an array without memory of its own.
+        object.__setattr__(self, "weight", _checked("weight", self.weight, np.float64).astype(np.float64, copy=False))
         tasks = self.delay_s.size
         for name in ("flow_bytes", "rate_cap", "weight"):
             _check_size(name, getattr(self, name), tasks)
@@ -97,14 +101,14 @@ class TaskGraph:
     def _set_lists(self, start_name: str, ids_name: str, tasks: int, ids: int) -> None:
         """Check and store one list of ids below `ids` for each task (a CSR pair)."""
         starts = _as_array(start_name, getattr(self, start_name), np.int64)
-        members = _as_array(ids_name, getattr(self, ids_name), np.int64)
+        members = _checked(ids_name, getattr(self, ids_name), np.int32)
         _check_size(start_name, starts, tasks + 1)
         _check_all(start_name, starts, np.diff(starts, prepend=0) >= 0, "must not decrease, from 0 on")
         if starts[0] != 0 or starts[-1] != members.size:
             raise ValueError(f"{start_name} runs from {starts[0]} to {starts[-1]}: must be 0 to {members.size}")
         _check_all(ids_name, members, (members >= 0) & (members < ids), f"must be an id from 0 to {ids - 1}")
         object.__setattr__(self, start_name, starts)
-        object.__setattr__(self, ids_name, _as_array(ids_name, members, np.int32))
+        object.__setattr__(self, ids_name, np.require(members, np.int32, ROW))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -167,14 +171,19 @@ def _check_complete(timing: Timing) -> None:
 
 
 def _as_array(name: str, value: ArrayLike, dtype: type) -> NDArray[Any]:
+    """The values with this type, as `_checked` has them."""
+    return np.require(_checked(name, value, dtype), dtype, ROW)
+
+
+def _checked(name: str, value: ArrayLike, dtype: type) -> NDArray[Any]:
+    """The values in one dimension, of a type that converts to this one."""
     array = np.asarray(value)
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}: must have one dimension")
     kinds = "iu" if issubclass(dtype, np.integer) else "iuf"
     if array.size and array.dtype.kind not in kinds:
         raise ValueError(f"{name} has type {array.dtype}: must convert to {np.dtype(dtype)} without loss")
-    # Read-only or strided arrays would each make numba compile another version of the kernel.
-    return np.require(array, dtype, ["C", "A", "W"])
+    return array
 
 
 def _check_size(name: str, array: NDArray[Any], size: int) -> None:
@@ -198,22 +207,24 @@ def _same_instant(graph: TaskGraph, least_s: float) -> Floats:
 
 
 def _kernel_arguments(graph: TaskGraph, least_s: float, most_s: float) -> tuple[Any, ...]:
+    """The kernel's arrays. Of ids and counts, of which there may be tens of millions, they have the smaller type."""
     tasks = graph.delay_s.size
     hop_task, path_links, hop_load, link_bytes_per_s = _hops(graph)
-    links, hops, dep_count = link_bytes_per_s.size, hop_task.size, np.diff(graph.dep_start)
-    successors = np.repeat(np.arange(tasks), dep_count)[np.argsort(graph.dep_tasks, kind="stable")]
+    links, hops = link_bytes_per_s.size, hop_task.size
     path_start, link_seat_start = _starts(hop_task, tasks), _starts(path_links, links)
     # At least 1, so that every seat has another link to look at.
     width = max(int(np.diff(path_start).max(initial=0)) - 1, 1)
     constants = kernel.Graph(
         delay_s=graph.delay_s,
-        flow_bytes=graph.flow_bytes / graph.weight,
+        flow_bytes=graph.flow_bytes if _all_ones(graph.weight) else graph.flow_bytes / graph.weight,
         path_start=path_start,
         path_links=path_links,
         hop_load=hop_load,
         hop_task=hop_task,
+        dep_start=graph.dep_start,
+        dep_tasks=graph.dep_tasks,
         next_start=_starts(graph.dep_tasks, tasks),
-        next_tasks=successors,
+        next_tasks=np.empty(graph.dep_tasks.size, np.int32),
         link_bytes_per_s=link_bytes_per_s,
         link_seat_start=link_seat_start,
         same_instant=_same_instant(graph, least_s),
@@ -222,9 +233,9 @@ def _kernel_arguments(graph: TaskGraph, least_s: float, most_s: float) -> tuple[
     task_state = kernel.Tasks(
         start_s=np.full(tasks, np.nan),
         finish_s=np.full(tasks, np.nan),
-        awaited=dep_count,
-        holder=np.full(tasks, -1),
-        joined=np.zeros(tasks, np.int64),
+        awaited=np.diff(graph.dep_start).astype(np.int32),
+        holder=np.full(tasks, -1, np.int32),
+        joined=np.zeros(tasks, np.int32),
     )
     caps = link_bytes_per_s[graph.link_bytes_per_s.size :]
     level = np.concatenate([np.full(links - caps.size, np.inf), caps, [np.inf]])
@@ -241,19 +252,26 @@ def _kernel_arguments(graph: TaskGraph, least_s: float, most_s: float) -> tuple[
         read_s=np.zeros(links),
         pace=level.copy(),
     )
+    # Of what is zero, only what is used takes memory: there are few flows at once, and few events.
     seats = kernel.Seats(
-        hop=np.zeros(hops, np.int64),
+        hop=np.zeros(hops, np.int32),
         load=np.zeros(hops),
         others=np.zeros(hops * width, np.uint32),  # unsigned, so that numba skips its check for negative indices
         is_held=np.zeros(hops, np.bool_),
-        of_hop=np.zeros(hops, np.int64),
+        of_hop=np.zeros(hops, np.int32),
         width=np.array([width]),
     )
-    events, dirty = (_empty_heaps(items, np.array([0, items])) for items in (tasks + links, links))
-    return constants, task_state, link_state, seats, events, _empty_heaps(tasks, link_seat_start), dirty
+    events, dirty = (_empty_heaps(items, np.array([0, items], np.int32)) for items in (tasks + links, links))
+    # No task is an event and held at once, so that it has one place, in the heap that has it.
+    held = _empty_heaps(0, link_seat_start)._replace(place=events.place)
+    return constants, task_state, link_state, seats, events, held, dirty
 
 
-def _hops(graph: TaskGraph) -> tuple[NDArray[np.int64], NDArray[np.int32], Floats, Floats]:
+def _all_ones(values: Floats) -> bool:
+    return bool(values.min(initial=1.0) == values.max(initial=1.0) == 1.0)
+
+
+def _hops(graph: TaskGraph) -> tuple[NDArray[np.int32], NDArray[np.int32], Floats, Floats]:
     """(task, link, load) of each hop, by task and each link once in a path, and the rates of all links.
 
     A flow of weight w is one of weight 1 that has 1/w of the bytes, each of which loads links w times. A cap is a link
@@ -262,21 +280,27 @@ def _hops(graph: TaskGraph) -> tuple[NDArray[np.int64], NDArray[np.int32], Float
     hop_count, links = np.diff(graph.path_start), graph.link_bytes_per_s.size
     capped = np.flatnonzero((graph.flow_bytes > 0) & np.isfinite(graph.rate_cap))
     rates = np.concatenate([graph.link_bytes_per_s, (graph.rate_cap / graph.weight)[capped]])
-    task = np.concatenate([np.repeat(np.arange(hop_count.size), hop_count), capped])
-    link = np.concatenate([graph.path_links, links + np.arange(capped.size)])
-    load = np.concatenate([graph.path_loads * np.repeat(graph.weight, hop_count), np.ones(capped.size)])
-    ids, hop = np.unique(task * rates.size + link, return_inverse=True)
-    task, link = np.divmod(ids, max(rates.size, 1))
-    return task, link.astype(np.int32), np.bincount(hop, load, ids.size).astype(np.float64), rates
+    task = np.concatenate([np.repeat(np.arange(hop_count.size), hop_count), capped]).astype(np.int32)
+    link = np.concatenate([graph.path_links, links + np.arange(capped.size)]).astype(np.int32)
+    loads = graph.path_loads if _all_ones(graph.weight) else graph.path_loads * np.repeat(graph.weight, hop_count)
+    load, ids = np.concatenate([loads, np.ones(capped.size)]), task.astype(np.int64) * rates.size + link
+    order = np.argsort(ids, kind="stable")  # they are almost in order
+    task, link, load, ids = task[order], link[order], load[order], ids[order]
+    first = np.concatenate([np.ones(min(ids.size, 1), bool), ids[1:] != ids[:-1]])
+    if not first.all():
+        load = np.bincount(np.cumsum(first) - 1, load).astype(np.float64)
+        task, link = task[first], link[first]
+    return task, link, load, rates
 
 
-def _starts(ids: NDArray[Any], count: int) -> NDArray[np.int64]:
-    return np.concatenate(([0], np.cumsum(np.bincount(ids, minlength=count)))).astype(np.int64)
+def _starts(ids: NDArray[Any], count: int) -> NDArray[np.int32]:
+    starts = np.zeros(count + 1, np.int32)
+    np.cumsum(np.bincount(ids, minlength=count), out=starts[1:])
+    return starts
 
 
-def _empty_heaps(items: int, starts: NDArray[np.int64]) -> kernel.Heaps:
+def _empty_heaps(items: int, starts: NDArray[np.int32]) -> kernel.Heaps:
     """Heaps that have items between two starts each."""
     count, room = starts.size - 1, int(starts[-1])
-    return kernel.Heaps(
-        np.zeros(items), np.zeros(room, np.int64), np.full(items, -1), starts, np.zeros(count, np.int64)
-    )
+    place = np.full(items, -1, np.int32)
+    return kernel.Heaps(np.zeros(room), np.zeros(room, np.int32), place, starts, np.zeros(count, np.int64))

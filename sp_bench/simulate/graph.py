@@ -8,9 +8,9 @@ nobody waits for, may follow it. Tasks come in rows of n, by rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,8 +44,8 @@ from sp_bench.simulate.operations import OperationCosts
 from sp_bench.simulate.rows import CORE_WORK_PER_S, Path, Rows, Tasks
 from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 
-MAX_TASKS = 12_000_000
-"""As many as fit a few GB of memory."""
+MAX_TASKS, SOME_TASKS = 12_000_000, 100_000
+"""As many as fit two GB of memory, and as many as take so long that an estimate is worth while."""
 NEARLY = 0.1
 """Ranks may be taken for alike if their blocks differ by this share. A zigzag ring's blocks of half the queries take up
 to 8% longer than those of half the keys."""
@@ -110,6 +110,11 @@ class PlanGraph:
         taken_s = (timing.finish_s - timing.start_s).reshape(-1, self.quotient.ranks.size)
         return self.share * taken_s[self.rows_of(blocks=True)].sum(axis=0)[self.quotient.orbit]
 
+    def without_tasks(self) -> PlanGraph:
+        """The graph with no tasks, which take a hundred bytes each: it still says which times are whose."""
+        none: dict[str, Any] = {each.name: np.empty(0) for each in fields(TaskGraph)}
+        return replace(self, tasks=TaskGraph(**none | dict.fromkeys(("path_start", "dep_start"), np.zeros(1, int))))
+
     @property
     def fastest(self) -> TaskGraph:
         """The tasks where each rank is as fast as the fastest of its kind; in `tasks` it is as slow as the slowest."""
@@ -138,6 +143,13 @@ def build_as_alike(plan: Plan, problem: Problem, cluster: Cluster) -> PlanGraph 
         return None
     alike = _Builder(plan, problem, cluster, True, 1.0)
     return alike.build() if FEWER * alike.ranks.size <= nearly.ranks.size else None
+
+
+def uncontended_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
+    """A lower bound on the makespan of build_graph's tasks with nearly alike ranks: none of their flows slows another
+    down. 0.0 where that is no quicker than to solve them. Seconds.
+    """
+    return _Builder(plan, problem, cluster, True, NEARLY).uncontended_s()
 
 
 class PipelinedStart(NamedTuple):
@@ -203,9 +215,30 @@ class _Builder:
         """The flows of transfers that are the same every time."""
 
     def build(self) -> PlanGraph:
-        starts = segments(self.plan, self.lowering.waits)
-        wanted = [starts.get(i, i) for i, op in self.plan if i in starts or isinstance(op, Transfer)]
+        wanted = self._wanted()
         self._refuse(wanted)
+        items = self._add_rows(wanted)
+        work = "flow_bytes" if self.cores else "delay_s"
+        tasks, share = self.rows.task_graph(self.cores), np.ones(self.problem.n)
+        if not self.exact:
+            share = (self.own_s + self.costs.results_s()) * self.all_slow / self.kind_s[self.quotient.orbit]
+        return PlanGraph(tasks, tuple(items), self.quotient, work, self.exact, self.least, share)
+
+    def uncontended_s(self) -> float:
+        """The makespan if no flow slowed another down; 0.0 where so few tasks are simulated soon enough."""
+        wanted = self._wanted()
+        if not SOME_TASKS < self._most_tasks(wanted) <= MAX_TASKS:
+            return 0.0
+        self._add_rows(wanted)
+        return self.rows.uncontended_s(self.cores)
+
+    def _wanted(self) -> list[Segment | int]:
+        """The plan's segments and, by their indices, its transfers."""
+        starts = segments(self.plan, self.lowering.waits)
+        return [starts.get(i, i) for i, op in self.plan if i in starts or isinstance(op, Transfer)]
+
+    def _add_rows(self, wanted: Sequence[Segment | int]) -> list[Item]:
+        """Add the rows of all segments and transfers. Returns which are whose."""
         last = next(item for item in reversed(wanted) if isinstance(item, Segment))
         items, previous, work = [], {}, self._work([item for item in wanted if isinstance(item, Segment)])
         for item in wanted:
@@ -225,24 +258,24 @@ class _Builder:
             items.append(Item(item, range(first, len(self.rows.delays))))
         for later in self.later:
             self.rows.add(0.0, *later, LATER_WEIGHT)
-        work = "flow_bytes" if self.cores else "delay_s"
-        tasks, share = self.rows.task_graph(self.cores), np.ones(self.problem.n)
-        if not self.exact:
-            share = (self.own_s + self.costs.results_s()) * self.all_slow / self.kind_s[self.quotient.orbit]
-        return PlanGraph(tasks, tuple(items), self.quotient, work, self.exact, self.least, share)
+        return items
 
     def _refuse(self, items: Sequence[Segment | int]) -> None:
-        n, ops = self.ranks.size, self.plan.ops
+        if (tasks := self._most_tasks(items)) > MAX_TASKS:
+            raise RequestError(
+                f"gpus={self.problem.n}",
+                f"this plan has {tasks:,} transfers and runs of blocks; at most {MAX_TASKS:,} are simulated",
+                "fewer GPUs, or a method with fewer steps, would work",
+            )
+
+    def _most_tasks(self, items: Sequence[Segment | int]) -> int:
+        """At most how many tasks these take."""
+        ops = self.plan.ops
         rows = sum(self._rows_of(ops[i]) if isinstance(i, int) else 1 for i in items)
         rows += len(self.lowering.pipelined)
         rows += 2 * sum(isinstance(i, int) for i in items) if self.in_order else 0
         rows *= 2 if self.effects.defers else 1  # what links carry after a message is a row too
-        if n * rows > MAX_TASKS:
-            raise RequestError(
-                f"gpus={self.problem.n}",
-                f"this plan has {n * rows:,} transfers and runs of blocks; at most {MAX_TASKS:,} are simulated",
-                "fewer GPUs, or a method with fewer steps, would work",
-            )
+        return self.ranks.size * rows
 
     def _rows_of(self, op: Op) -> int:
         """At most how many rows of tasks a transfer takes."""

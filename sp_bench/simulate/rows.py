@@ -41,6 +41,13 @@ class Crossed(NamedTuple):
     links: np.ndarray
     loads: np.ndarray
 
+    def alone(self, cap: np.ndarray, link_bytes_per_s: np.ndarray) -> np.ndarray:
+        """Bytes per second of each task's flow where there is no other: (n,)."""
+        rates = cap.copy()
+        task = np.repeat(np.arange(rates.size), self.hops)
+        np.minimum.at(rates, task, link_bytes_per_s[self.links] / self.loads)
+        return rates
+
 
 class Tasks(NamedTuple):
     """A task of each simulated rank, by which rows of thousands of tasks are named without a number for each."""
@@ -121,6 +128,28 @@ class Rows:
             self.known[key] = path, _by_task(path.links, path.loads)
         return self.known[key][1]
 
+    def uncontended_s(self, cores: int | None) -> float:
+        """When the last task ends if no flow slows another down."""
+        links, rates = self._link_bytes_per_s(cores), dict[tuple[int, int], np.ndarray]()
+        finish_s = np.zeros(len(self.delays) * self.n)
+        rows = zip(self.delays, self.sizes, self.crossed, self.caps, self.deps, strict=True)
+        for first, (delay_s, sizes, crossed, cap, deps) in zip(range(0, finish_s.size, self.n), rows, strict=True):
+            row_s = finish_s[first : first + self.n]
+            for tasks in deps:
+                there_s = finish_s[tasks.row * self.n :]
+                np.maximum(row_s, there_s[: self.n] if tasks.ranks is None else there_s[tasks.ranks], out=row_s)
+            row_s += delay_s
+            if sizes is not self.nothing:
+                key = id(crossed), id(cap)
+                if key not in rates:
+                    rates[key] = crossed.alone(cap, links)
+                row_s += sizes / rates[key]
+        return float(finish_s.max(initial=0.0))
+
+    def _link_bytes_per_s(self, cores: int | None) -> np.ndarray:
+        """The rate of each link, with one more where cores are shared."""
+        return np.append(self.quotient.link_bytes_per_s, [cores * CORE_WORK_PER_S] if cores else [])
+
     def task_graph(self, cores: int | None) -> TaskGraph:
         """The finished graph, with one more link where cores are shared."""
         return TaskGraph(
@@ -132,9 +161,14 @@ class Rows:
             dep_start=np.concatenate(([0], np.cumsum(np.repeat([len(deps) for deps in self.deps], self.n)))),
             dep_tasks=self._predecessors(),
             rate_cap=np.concatenate(self.caps),
-            weight=np.concatenate(self.weights),
-            link_bytes_per_s=np.append(self.quotient.link_bytes_per_s, [cores * CORE_WORK_PER_S] if cores else []),
+            weight=self._all_weights(),
+            link_bytes_per_s=self._link_bytes_per_s(cores),
         )
+
+    def _all_weights(self) -> np.ndarray:
+        if all(weights is self.ones for weights in self.weights):
+            return np.broadcast_to(1.0, self.n * len(self.weights))
+        return np.concatenate(self.weights)
 
     def _predecessors(self) -> np.ndarray:
         """The predecessors of every task, one after the other."""

@@ -44,9 +44,10 @@ def solve_rows(graph: TaskGraph, width: int, solve: Solve) -> Timing:
     """
     alone = _Rows(graph, width)
     meeting = alone.meeting()
-    if meeting is None:
-        return solve(graph)
-    return (_Rows(graph, width).solved(meeting, solve) or solve(graph)) if meeting else alone.timing
+    if meeting == []:
+        return alone.timing
+    del alone  # it takes as much memory as a part of the graph
+    return (_Rows(graph, width).solved(meeting, solve) if meeting else None) or solve(graph)
 
 
 class _Rows:

@@ -11,11 +11,12 @@ from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Attend, AttendBackward, Block
 from sp_bench.point import choose as choosing
+from sp_bench.point import variant_bounds
 from sp_bench.point.choose import Choice, TooSlowError, choose, variants
 from sp_bench.point.method_bounds import least_computed_s, least_s
 from sp_bench.point.request import Request
 from sp_bench.point.variant_bounds import blocks_s
-from sp_bench.simulate import simulate
+from sp_bench.simulate import graph, simulate, uncontended_s
 from tests.support.points import point
 
 BY_BLOCKS = sorted(name for name, method in REGISTRY.items() if method.by_blocks)
@@ -101,3 +102,38 @@ def chosen_below(request: Request, most_s: float) -> tuple[Choice | None, float]
 def test_a_limit_hides_no_refusal() -> None:
     with pytest.raises(RequestError):
         choose(point("method=ring", *ASKED, "cluster.device.memory_bytes=1e7"), 1e9)
+
+
+@pytest.mark.parametrize("keys", [(), ("mask=full",), ("stragglers.jitter=0.1",), ("cluster=cpu_local", "head_dim=64")])
+def test_nothing_is_faster_than_without_contention(keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same tasks; and where no flows meet, the bound is the time itself."""
+    monkeypatch.setattr(graph, "SOME_TASKS", 0)
+    reached = 0
+    for name in ("zigzag", "startrail", "all_gather"):
+        request = point(f"method={name}", *ASKED, *keys)
+        assert isinstance(request.method, Method)
+        for variant in variants(request, [request.method]):
+            for plan in variant.plans.values():
+                run = simulate(plan, variant.problem, request.cluster, nearly_alike=True)
+                bound_s = uncontended_s(plan, variant.problem, request.cluster)
+                assert 0 < bound_s <= run.makespan_s * (1 + 1e-9)
+                reached += bound_s >= run.makespan_s * (1 - 1e-9)
+    assert reached or keys
+
+
+def test_of_ranks_that_are_all_unlike_few_variants_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """StarTrail's teams by the times of their blocks with no contention, which is most of each: the choice is the same
+    as of all.
+    """
+    request = point("method=startrail", "method.layout=zigzag", "gpus=144", "seqlen=36k", "kv_heads=4")
+    monkeypatch.setattr(graph, "SOME_TASKS", 0)
+    timed, chosen = list[int](), list[tuple[str, float]]()
+    for bound in (variant_bounds.uncontended_s, lambda *_: 0.0):
+        monkeypatch.setattr(variant_bounds, "uncontended_s", bound)
+        choice = choose(request)
+        assert choice.candidates is not None
+        timed.append(sum(each["step_ms"] is not None for each in choice.candidates))
+        assert all(run.graph.quotient.ranks.size == 144 for run in choice.runs.values())
+        chosen.append((choice.variant, choice.total_s))
+    assert timed == [1, 5]
+    assert chosen[0] == chosen[1]

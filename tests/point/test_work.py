@@ -67,7 +67,7 @@ def test_a_ring_that_transfers_bind_has_the_tasks_of_one_node() -> None:
         for run in found.runs.values():
             assert run.exact and run.graph.quotient.ranks.size == 8
             transfers = sum(isinstance(item.what, int) for item in run.graph.items)
-            assert run.graph.tasks.delay_s.size <= 8 * (transfers + len(run.graph.items))
+            assert run.start_s.size <= 8 * (transfers + len(run.graph.items))
 
 
 def test_one_rank_stands_for_all_only_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,4 +115,4 @@ def test_a_tile_has_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_startrail_only_its_collectives_have_events(monkeypatch: pytest.MonkeyPatch) -> None:
     events = events_of(monkeypatch)
     run = simulated("startrail", "forward", team=4)
-    assert 0 < sum(events) < run.graph.tasks.delay_s.size / 2
+    assert 0 < sum(events) < run.start_s.size / 2
