@@ -106,6 +106,8 @@ def _folded_backward(facts: Facts, op: AttendBackward, where: Where | str, pairs
     _rows_read(facts, op.odoq, op.kv, op.dq, visible, where)
     _count_block(facts, op.dq, kv, 0, visible, where)
     _count_block(facts, op.dkv, q, op.odoq.heads % facts.problem.query_parts, visible, where)
+    if facts.cuts_keys:
+        facts.add_gradients(op.dkv, facts.keys_read(q, kv).where(visible))
 
 
 def _fused(facts: Facts, op: Fused, where: Where | str) -> None:
@@ -163,6 +165,10 @@ def _rows_read(facts: Facts, q: Chunk, kv: Chunk, partial: Chunk, visible: np.nd
     degree, owners, keys = facts.problem.layout.head_parallel, facts.owner(q), facts.owner(kv)
     if degree > 1 and (rank := first_rank(owners % degree != keys % degree)) is not None:
         raise PlanError(f"{where}: on rank {rank}, {q} and {kv} have different heads")
+    if kv in facts.key_rows:
+        needed = facts.keys_read(owners, keys).where(visible)
+        if (rank := first_rank(~needed.within(facts.key_rows[kv]))) is not None:
+            raise PlanError(f"{where}: on rank {rank}, {kv} lacks rows that {q} sees")
     if not facts.leaves_out:
         return
     needed = facts.rows_seen(owners, keys).where(visible)
@@ -189,6 +195,8 @@ def _fold(facts: Facts, op: Fold, where: Where | str) -> None:
     _serves(facts, op.into, facts.content[op.part], where)
     check_slice(facts, where, (op.part, op.into))
     part = facts.blocks.pop(op.part)
+    if facts.cuts_keys and op.into.tensor.of_keys:
+        facts.add_gradients(op.into, facts.take_gradients(op.part))
     if op.part in facts.rows or op.into in facts.rows:  # otherwise both have all of them
         rows = facts.rows_of(op.part)
         facts.rows[op.into] = rows.around(facts.rows_of(op.into)) if op.into in facts.blocks else rows

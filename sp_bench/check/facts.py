@@ -10,7 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from sp_bench.plan.groups import Exchange, Grid, Group
+from sp_bench.plan.key_runs import cuts_keys
 from sp_bench.plan.ops import Chunk, Op, Pairs, Pass, PlanError
+from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.travel import travel
 
@@ -88,6 +90,11 @@ class Facts:
     """Whether any transfer leaves out rows that a block may read."""
     of_rows: dict[Chunk, Cast] = field(default_factory=dict)
     """The way in which rows came of a chunk that a GroupCast brought, or of its partial."""
+    key_rows: dict[Chunk, Rows] = field(default_factory=dict)
+    """The rows of each chunk of keys that are present on each rank, of chunks that came in part (plan.key_runs); of
+    gradients of keys, the rows to which anything was added, of all chunks."""
+    cuts_keys: bool = field(init=False)
+    """Whether a Pass may carry a run of a chunk's rows."""
     blocks: dict[Chunk, np.ndarray] = field(default_factory=dict)
     """The counterpart chunks folded into a partial on each rank: (n, n / 64), one bit each (times `parts`)."""
     owners: dict[tuple[Group | Grid, int], Ranks] = field(default_factory=dict)
@@ -100,6 +107,7 @@ class Facts:
     """True for each rank: (n,)."""
 
     def __post_init__(self) -> None:
+        self.cuts_keys = cuts_keys(self.problem)
         self.visible = np.asarray(self.problem.blocks.pairs) > 0
         self.sees_all, self.everyone = bool(self.visible.all()), np.ones(self.problem.n, bool)
 
@@ -139,6 +147,11 @@ class Facts:
         """The queries that a block reads, from the first to the last."""
         return Rows(*self._rows_seen[:, self.problem.blocks.of(q, kv)])
 
+    def keys_read(self, q: Ranks, kv: Ranks) -> Rows:
+        """The keys that a block reads, from the first to the last."""
+        assert isinstance(self.problem.blocks, PackBlocks), "of other masks whole chunks come"
+        return Rows(*self.problem.blocks.key_rows[:, self.problem.blocks.of(q, kv)])
+
     def partial(self, chunk: Chunk) -> np.ndarray:
         """The bit set of blocks in a partial, created empty on first use."""
         if chunk not in self.blocks:
@@ -156,6 +169,17 @@ class Facts:
         owner = self.content[chunk]
         tokens = self.problem.shards_of(chunk.tensor).chunk_tokens(owner // self.problem.layout.head_parallel)
         return Rows(np.zeros_like(owner), np.broadcast_to(tokens, owner.shape))
+
+    def take_gradients(self, dkv: Chunk) -> Rows:
+        """The rows of gradients of keys, which are sent on or folded, that have anything added to them: all of what a
+        collective brought.
+        """
+        tokens = self.problem.field_tokens(dkv.tensor.fields[0], self.owner(dkv)) + 0 * self.ranks
+        return self.key_rows.pop(dkv, None) or Rows(np.zeros_like(tokens), tokens)
+
+    def add_gradients(self, dkv: Chunk, rows: Rows) -> None:
+        """Record that these rows of gradients of keys have something added to them."""
+        self.key_rows[dkv] = rows.around(self.key_rows[dkv]) if dkv in self.key_rows else rows
 
     def parts(self, partial: Chunk) -> int:
         """How many blocks a partial has with one counterpart: a key head's gradients have one for each query slice."""
@@ -200,6 +224,12 @@ def check_whole(facts: Facts, chunks: Iterable[Chunk], where: Where | str) -> No
     if partial := [chunk for chunk in chunks if chunk in facts.of_rows]:
         against = facts.of_rows[partial[0]].against
         raise PlanError(f"{where}: of {partial[0]} only rows are there, cast against {against}")
+
+
+def check_all_keys(facts: Facts, chunk: Chunk, where: Where | str) -> None:
+    """Only a block and a Pass can read a chunk of keys that came as a run of rows."""
+    if chunk in facts.key_rows and not chunk.tensor.is_partial:
+        raise PlanError(f"{where}: of {chunk} only a run of rows is there")
 
 
 def first_rank(wrong: np.ndarray | np.bool) -> int | None:

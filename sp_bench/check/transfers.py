@@ -6,7 +6,20 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from sp_bench.check.facts import NOTHING, Cast, Facts, Ranks, Where, check_place, check_slice, check_whole, first_rank
+from sp_bench.check.facts import (
+    NOTHING,
+    Cast,
+    Facts,
+    Ranks,
+    Rows,
+    Where,
+    check_all_keys,
+    check_place,
+    check_slice,
+    check_whole,
+    first_rank,
+)
+from sp_bench.plan.demand import Wanted
 from sp_bench.plan.groups import Exchange, Grid, Group
 from sp_bench.plan.ops import (
     AllGather,
@@ -24,7 +37,7 @@ from sp_bench.plan.ops import (
 from sp_bench.plan.tensors import DKV, DO, DOQ, DQ, KV, ODOQ, OUT, O, Q, Tensor
 
 
-def _pass(facts: Facts, op: Pass, where: Where | str, wanted: np.ndarray | None) -> None:
+def _pass(facts: Facts, op: Pass, where: Where | str, demanded: Wanted | None) -> None:
     if op.shift % (2 if isinstance(op.group, Exchange) else op.group.size) == 0:
         raise PlanError(f"{where}: a rank can't send to itself")
     check_slice(facts, where, (op.send, op.recv))
@@ -38,12 +51,14 @@ def _pass(facts: Facts, op: Pass, where: Where | str, wanted: np.ndarray | None)
         raise PlanError(f"{where}: {op.recv} is {'not ' if partial else ''}a buffer for arriving partials")
     if op.recv in facts.blocks and facts.blocks[op.recv].any():
         raise PlanError(f"{where}: {op.recv} is received over one that was not folded yet")
-    source = facts.source(op)
+    source, wanted = facts.source(op), demanded and demanded.there
     if not partial:
         check_place(facts, op.send, where, True if wanted is None else wanted[op.target(facts.ranks)])
     arrived = facts.content[op.send][source]
     facts.content[op.recv] = arrived if wanted is None else np.where(wanted, arrived, NOTHING)
     check_place(facts, op.recv, where, True if wanted is None else wanted)
+    if demanded is not None and not partial:
+        _keys_passed(facts, op, source, demanded, where)
     if facts.leaves_out:
         _rows_passed(facts, op, source, where)
     if partial:
@@ -52,6 +67,32 @@ def _pass(facts: Facts, op: Pass, where: Where | str, wanted: np.ndarray | None)
             raise PlanError(f"{where}: rank {source[rank]} has blocks of {op.send} that are not sent")
         facts.content[op.recv] = facts.owner(op.recv)
         facts.last[op.recv] = where
+        if facts.cuts_keys and op.tensor.of_keys:
+            _gradients_passed(facts, op, source, demanded, where)
+
+
+def _keys_passed(facts: Facts, op: Pass, source: Ranks, wanted: Wanted, where: Where | str) -> None:
+    """Record which rows of keys arrive. Their sender must have them."""
+    if wanted.rows is None and op.send not in facts.key_rows:
+        facts.key_rows.pop(op.recv, None)
+        return
+    tokens = facts.problem.field_tokens(op.send.tensor.fields[0], facts.owner(op.send)) + 0 * facts.ranks
+    whole = Rows(np.zeros_like(tokens), tokens)
+    arriving = (Rows(*wanted.rows) if wanted.rows else whole.at(source)).where(wanted.there)
+    held = facts.key_rows.get(op.send, whole).at(source)
+    if (rank := first_rank(~arriving.within(held))) is not None:
+        raise PlanError(f"{where}: on rank {source[rank]}, {op.send} lacks rows that are to be sent")
+    facts.key_rows[op.recv] = arriving
+
+
+def _gradients_passed(facts: Facts, op: Pass, source: Ranks, wanted: Wanted | None, where: Where | str) -> None:
+    """Record which rows of gradients arrive. All that anything was added to must be among those that are sent."""
+    held = facts.take_gradients(op.send).at(source)
+    if wanted is not None and wanted.rows is not None:
+        right = held.within(Rows(*wanted.rows).where(wanted.there))
+        if (rank := first_rank(~right)) is not None:
+            raise PlanError(f"{where}: on rank {source[rank]}, {op.send} has rows that stay behind")
+    facts.key_rows[op.recv] = held
 
 
 def _rows_passed(facts: Facts, op: Pass, source: Ranks, where: Where | str) -> None:
@@ -87,6 +128,7 @@ def _all_to_all(facts: Facts, op: AllToAll, where: Where | str) -> None:
     if _EXCHANGED.get(op.send.tensor) != op.recv.tensor or not own or op.recv.is_arriving:
         raise PlanError(f"{where}: exchanges {op.send} to {op.recv}")
     check_slice(facts, where, (op.send, op.recv))
+    check_all_keys(facts, op.send, where)
     facts.content[op.recv] = ranks
     if op.send.tensor.is_partial:
         if op.recv in facts.blocks:
@@ -113,8 +155,10 @@ def _all_gather(facts: Facts, op: AllGather, where: Where | str) -> None:
         raise PlanError(f"{where}: gathers partials")
     check_slice(facts, where, (op.own,))
     check_place(facts, op.own, where)
+    check_all_keys(facts, op.own, where)
     for u, chunk in enumerate(op.writes, 1):
         facts.of_rows.pop(chunk, None)
+        facts.key_rows.pop(chunk, None)
         facts.content[chunk] = facts.content[op.own][op.group.member(facts.ranks, u)]
         facts.rows.pop(chunk, None)
         check_place(facts, chunk, where)
@@ -123,11 +167,13 @@ def _all_gather(facts: Facts, op: AllGather, where: Where | str) -> None:
 def _group_cast(facts: Facts, op: GroupCast, where: Where | str) -> None:
     _rows_of_members(facts, op, where, KV if op.pairs != "queries" else Q if op.forward else DOQ)
     check_place(facts, op.own, where)
+    check_all_keys(facts, op.own, where)
     if op.own.index:  # it passes on what came of rows for all, which these ranks' queries are among
         _relayed(facts, op, where)
     for u, chunk in zip(op.members, op.writes, strict=True):
         facts.content[chunk] = facts.content[op.own][op.group.member(facts.ranks, op.shift(u))]
         facts.of_rows[chunk] = Cast(op.against, op.pairs)
+        facts.key_rows.pop(chunk, None)
         facts.rows.pop(chunk, None)
         check_place(facts, chunk, where)
 

@@ -5,7 +5,8 @@ where a later block of the receiver sees it, or the receiver sends it on to a ra
 where a block has been folded into it. What is not wanted is neither sent nor folded, except by collectives.
 
 Each pack asks anew, of thousands of operations. A set of ranks is therefore a whole number with a bit for each, and a
-plan is walked as a program of small numbers (Program), which all packs share.
+plan is walked as a program of small numbers (Program), which all packs share. Which rows of a chunk of keys go to a
+rank that wants some is found the same way, in arrays (plan.key_runs).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 
 from sp_bench.plan.block_classes import BlockClasses, block_classes
 from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.key_runs import Rows, key_runs
 from sp_bench.plan.ops import (
     AllGather,
     AllToAll,
@@ -38,8 +40,18 @@ from sp_bench.plan.ops import (
 )
 from sp_bench.plan.problem import Problem
 
-Demand = Mapping[int, np.ndarray]
-"""{operation: on which ranks it has something to receive or to fold, (n,)}. Others have it on all ranks."""
+
+class Wanted(NamedTuple):
+    """The ranks that a Pass or a Fold has something for."""
+
+    there: np.ndarray
+    """On which ranks it has something to receive or to fold: (n,) of bool."""
+    rows: Rows | None = None
+    """The rows of keys that each rank receives; None for whole chunks."""
+
+
+Demand = Mapping[int, Wanted]
+"""By operation. Others have something to receive or to fold on all ranks, and whole chunks."""
 Ranks = int
 """A set of ranks: bit r is set for rank r."""
 Move = tuple[tuple[int, Ranks], ...]
@@ -238,10 +250,13 @@ class _Found:
     visible: Visible
     wanted: Mapping[int, Ranks]
     """Demand, as sets of ranks."""
+    rows: Mapping[int, Rows]
+    """The rows of keys that a Pass carries (key_runs)."""
 
     @cached_property
     def demand(self) -> Demand:
-        return dict(zip(self.wanted, _arrays(self.program.n, [*self.wanted.values()]), strict=True))
+        there = _arrays(self.program.n, [*self.wanted.values()])
+        return {index: Wanted(ranks, self.rows.get(index)) for index, ranks in zip(self.wanted, there, strict=True)}
 
     def untouched(self, *, compute: bool) -> Mapping[Chunk, np.ndarray]:
         everyone, ranks, kept = self.program.everyone, self.visible.ranks, self.program.kept
@@ -277,8 +292,12 @@ def _found(plan: Plan, problem: Problem) -> _Found:
         program = _program(plan)
         classes = block_classes(plan, problem)
         visible = Visible(classes, classes.by_number(np.asarray(problem.blocks.computes)))
-        wanted = {} if problem.mask.sends_unseen else _of_partials(program, visible) | _of_operands(program, visible)
-        keep(by_problem, problem, _Found(program, visible, wanted))
+        if problem.mask.sends_unseen:
+            wanted, rows = {}, {}
+        else:
+            wanted = _of_partials(program, visible) | _of_operands(program, visible)
+            rows = key_runs(plan, problem, classes)
+        keep(by_problem, problem, _Found(program, visible, wanted, rows))
     return by_problem[problem]
 
 

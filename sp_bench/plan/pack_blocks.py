@@ -18,6 +18,11 @@ from sp_bench.plan.regions import Regions
 if TYPE_CHECKING:
     from sp_bench.plan.documents import Packed
 
+CELLS_AT_ONCE = 2**21
+"""Runs of keys times chunks that are looked at together."""
+NO_ROW = 2**30
+"""More rows than any chunk has."""
+
 
 class Shapes(NamedTuple):
     """The mean size of the pieces that a block falls into: queries and keys of the same document. (classes,) each."""
@@ -170,6 +175,37 @@ class PackBlocks(Blocks):
             seen = np.cumsum(changes[:-1]) > 0
             counts[each] = np.bincount(of_cells[seen], tokens[seen], self.chunks)
         return counts.ravel()
+
+    @cached_property
+    def key_rows(self) -> np.ndarray:
+        """The rows of keys that each block reads, from the first to the last: (first, the one behind the last), of
+        chunks that are no runs of neighbours all rows; (0, 0) of a block that reads none. (2, classes).
+        """
+        if self._neighbours is None:
+            tokens = np.broadcast_to(self.keys.chunk_tokens(np.arange(self.chunks)), self.chunks).astype(np.int32)
+            return np.stack([np.zeros(self.classes, np.int32), np.tile(tokens, self.chunks) * self.computes])
+        (chunk, start, stop), (owner, begin, end) = self._neighbours
+        first, behind = self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
+        # Cells of keys that are all seen by a run of queries, or none of them, in the order of the rows of chunks.
+        cells = np.unique(np.concatenate([begin, end, first, behind]))
+        ends = np.searchsorted(cells, first), np.searchsorted(cells, behind)
+        of_cells, tokens = owner[np.searchsorted(begin, cells[:-1], "right") - 1], np.diff(cells)
+        order = np.argsort(of_cells, kind="stable")
+        begins = np.flatnonzero(np.diff(of_cells[order], prepend=-1))
+        below = np.cumsum(tokens[order])
+        sizes = np.diff(np.append(begins, order.size))
+        below = (below - np.repeat(below[begins] - tokens[order][begins], sizes)).astype(np.int32)
+        above = below - tokens[order].astype(np.int32)
+        rows, owners = np.zeros((2, self.chunks, self.chunks), np.int32), of_cells[order][begins]
+        at_once = max(1, CELLS_AT_ONCE // order.size)
+        for low in range(0, self.chunks, at_once):
+            some = (low <= chunk) & (chunk < low + at_once)
+            few = chunk[some] - low, ends[0][some], ends[1][some]
+            seen = covered(*few, (min(at_once, self.chunks - low), order.size))[:, order]
+            rows[1, low : low + at_once, owners] = np.maximum.reduceat(np.where(seen, below, 0), begins, axis=1).T
+            from_end = np.maximum.reduceat(np.where(seen, NO_ROW - above, 0), begins, axis=1).T
+            rows[0, low : low + at_once, owners] = np.where(from_end > 0, NO_ROW - from_end, 0)
+        return rows.reshape(2, -1)
 
     @cached_property
     def _neighbours(self) -> tuple[np.ndarray, np.ndarray] | None:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from sp_bench.plan.cast_rows import rows_moved
+from sp_bench.plan.demand import Wanted
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import AllToAll, Collective, GroupCast, Pass, RowCollective, Transfer, TreeReduce
 from sp_bench.plan.problem import Problem
@@ -29,7 +30,7 @@ def peers(op: Transfer) -> list[tuple[Group | Exchange, int]]:
     return [(op.group, op.shift)]
 
 
-def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[str, Any]]:
+def messages(op: Transfer, problem: Problem, rank, wanted: Wanted | None = None) -> list[Mapping[str, Any]]:
     """Bytes by field of each message that `rank` (one or an array) sends in one transfer, in the order of `peers`.
 
     The messages of a transfer are concurrent, or one collective; those of a TreeReduce follow one another. A rank that
@@ -51,11 +52,14 @@ def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[
         if isinstance(op, TreeReduce):
             return [{name: each.owners * size for name, size in piece.items()} for each in op.rounds]
         return [piece] * (op.group.size - 1)
-    tokens = _rows_sent(op, problem, rank)
+    if wanted is not None and wanted.rows is not None:
+        tokens = wanted.rows.counts(op.target(rank))
+    else:
+        tokens = _rows_sent(op, problem, rank)
     if isinstance(op.group, Exchange):
         tokens = tokens * (op.target(rank) != rank)
     if wanted is not None:
-        tokens = tokens * wanted[op.target(rank)]
+        tokens = tokens * wanted.there[op.target(rank)]
     return [{name: tokens * size for name, size in _token_bytes(problem, op.send.tensor).items()}]
 
 

@@ -230,7 +230,9 @@ def _with_implementation(cluster: Cluster, choice: Choice, row: Backing) -> Vali
     if asked != OURS:
         return Validation(row.kind, None, why)
     other_cluster = replace(cluster, device=cluster.device.used_by(measured))
-    theirs = simulated(choice, other_cluster, nearly_alike=True)
+    whole = measured.sends_whole_chunks and not choice.problem.mask.sends_unseen  # of other masks all chunks are
+    as_theirs = replace(choice, problem=replace(choice.problem, whole_chunks=whole))
+    theirs = simulated(as_theirs, other_cluster, nearly_alike=True)
     same = all(theirs.runs[phase].graph.exact == run.graph.exact for phase, run in choice.runs.items())
     step_s, ours = theirs.total_s, choice if same else simulated(choice, cluster, nearly_alike=True)
     apart = abs(step_s / ours.total_s - 1)

@@ -194,6 +194,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         peer.refuse_run(mode=mode.name, kernel=kernel, device=mode.devices.kind, here=at_once)
     if mode.name == "simulate":
         cluster = replace(cluster, device=cluster.device.with_kernel(kernel).used_by(implementation))
+        problem = replace(problem, whole_chunks=implementation.sends_whole_chunks)
         cluster.device.refuse(problem)
     workload, cluster = workload.on(cluster.device, problem), workload.cluster_of(cluster, values.gpus)
     if mode.name != "simulate":

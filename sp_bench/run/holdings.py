@@ -71,7 +71,7 @@ class Holdings:
         """Convert row indices of the whole chunk to indices into the held rows."""
         first = self._first_rows.get(chunk, 0)
         if not first or not isinstance(rows, range):
-            return rows  # of a pack, whose chunks travel whole
+            return rows
         return range(rows.start - first, rows.stop - first)
 
     def tensors(self) -> list[Tensor]:

@@ -33,12 +33,17 @@ class _Standing(NamedTuple):
     target: int
     """Source and target rank of a Pass; this rank for an AllToAll."""
     rows: range
-    """The rows of the chunk that it brings."""
+    """The rows of the chunk that it brings, of which alone there is room where it is a partial."""
+    sent: range
+    """The rows of the chunk that this rank sends."""
     into: Tensors | None
     """Its receive buffers; None if its result is an output of the plan."""
     receives: bool
     sends: bool
     """Whether this rank receives, and sends, anything (plan.demand)."""
+    came: range | None
+    gone: range | None
+    """The rows of a chunk of keys that it receives, and sends; None for all (plan.key_runs)."""
 
 
 class Lanes:
@@ -225,7 +230,7 @@ class Lanes:
         receives, sends = self._messages(standing, standing.into or (), sent or ())
         if standing.sends and sent is None:
             send = transport.bind_send(standing.turn, receives, standing.target, standing.counted_as)
-            return lambda into, holdings: send(outgoing(holdings))
+            return lambda into, holdings: send(_run_of(outgoing(holdings), standing.gone))
         bound = transport.bind(standing.turn, receives, sends, standing.counted_as)
 
         def stage_and_exchange(into: Tensors, holdings: Holdings) -> None:
@@ -237,8 +242,8 @@ class Lanes:
     @staticmethod
     def _messages(standing: _Standing, into: Tensors, out: Tensors) -> tuple[list[Message], list[Message]]:
         """The messages (received, sent) of a Pass."""
-        return [(standing.source, into)] if standing.receives else [], [
-            (standing.target, out)
+        return [(standing.source, _run_of(into, standing.came))] if standing.receives else [], [
+            (standing.target, _run_of(out, standing.gone))
         ] if standing.sends else []
 
     def _pipelined(
@@ -248,7 +253,7 @@ class Lanes:
         standing, transport = self._standing(index), self._transport
 
         def exchange(into: Tensors, holdings: Holdings) -> None:
-            receive, send = (standing.source, into), (standing.target, outgoing(holdings))
+            (receive,), (send,) = self._messages(standing, into, outgoing(holdings))
             next_transfer = self._next_transfer(after, op, into, holdings)
             transport.exchange_pipelined(standing.turn, receive, send, standing.counted_as, next_transfer)
 
@@ -261,17 +266,22 @@ class Lanes:
     def _find_standing(self, index: int) -> _Standing:
         op, buffer = self._plan.ops[index], self._lowering.receive_buffers.get(index)
         assert isinstance(op, Pass | AllToAll)
-        source, target = self._rank, self._rank
-        rows = range(self._problem.field_tokens(op.recv.tensor.fields[0], self._rank))
+        source, target, wanted = self._rank, self._rank, self._demand.get(index)
+        rows = sent = range(self._problem.field_tokens(op.recv.tensor.fields[0], self._rank))
+        came = gone = None
         if isinstance(op, Pass):
             source, target = int(op.source(self._rank)), int(op.target(self._rank))
-            rows = rows_sent(op, self._problem, source)
+            rows, sent = (rows_sent(op, self._problem, rank) for rank in (source, self._rank))
+            if wanted and wanted.rows:
+                came, gone = wanted.rows.of(self._rank), wanted.rows.of(target)
+        if came is not None and gone is not None and op.tensor.is_partial:  # folded where it lies
+            rows, sent, came, gone = came, gone, None, None
         into = self._first_rows(self._receiving[buffer], op.recv, len(rows)) if buffer else None
         landing = self._receiving[buffer] if buffer else self._landing(op)
-        wanted = self._demand.get(index)
-        moved = (True, True) if wanted is None else (bool(wanted[self._rank]), bool(wanted[target]))
-        turn = Turn(self._ids[op.lane], index, op.group, landing if isinstance(op, Pass) else ())
-        return _Standing(turn, byte_keys(op), source, target, rows, into, *moved)
+        moved = (True, True) if wanted is None else (bool(wanted.there[self._rank]), bool(wanted.there[target]))
+        to_row = gone.start if gone else 0
+        turn = Turn(self._ids[op.lane], index, op.group, landing if isinstance(op, Pass) else (), to_row)
+        return _Standing(turn, byte_keys(op), source, target, rows, sent, into, *moved, came, gone)
 
     def _landing(self, op: Pass | AllToAll) -> Tensors:
         """The buffers in which peers put a result of the plan; none if they don't write to this rank's memory."""
@@ -289,7 +299,7 @@ class Lanes:
         if isinstance(op, AllToAll):
             return self._pieces(op).receives(into)
         standing = self._standing(index)
-        return [(standing.source, into)] if standing.receives and standing.source != self._rank else []
+        return [] if standing.source == self._rank else self._messages(standing, into, ())[0]
 
     def _dropped(self, op: Pass | AllToAll) -> Chunk | None:
         """The partial that is held no longer once a transfer has sent it."""
@@ -304,7 +314,8 @@ class Lanes:
             if not self._streams.ready(after):
                 return None
             outgoing = into if then.send == op.recv else holdings.chunks[then.send]
-            return standing.turn, (standing.source, self._into(after, then)), (standing.target, outgoing)
+            (receive,), (send,) = self._messages(standing, self._into(after, then), outgoing)
+            return standing.turn, receive, send
 
         return messages
 
@@ -329,13 +340,15 @@ class Lanes:
         if not self._standing(index).sends:
             return None
         if self._lowering.casts(op.send):
-            return self._staged(op, rows_sent(op, self._problem, self._rank))
+            return self._staged(op, self._standing(index).sent)
         return None if StagingUse(op.lane, op.send.tensor, "pass") in self._staging else self._held.get(index)
 
     def _outgoing(self, index: int, op: Pass) -> Callable[[Holdings], Tensors]:
         """Return the call for the tensors to send: the chunk or, if rows are cut or it is cast, a staging copy."""
-        chunk, rows, casts = op.send, rows_sent(op, self._problem, self._rank), self._lowering.casts(op.send)
+        chunk, rows, casts = op.send, self._standing(index).sent, self._lowering.casts(op.send)
         if StagingUse(op.lane, chunk.tensor, "pass") not in self._staging:
+            if op.tensor.is_partial and index in self._demand and self._demand[index].rows:
+                return lambda holdings: _run_of(holdings.to_send(chunk), rows)
             return lambda holdings: holdings.to_send(chunk)
         staged = self._staged(op, rows)
 
@@ -378,3 +391,10 @@ class Lanes:
         if chunk in self.given_results:
             return self.given_results[chunk]
         return tuple([torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._new_specs(chunk)])
+
+
+def _run_of(tensors: Tensors, rows: range | None) -> Tensors:
+    """Views of some neighbouring rows of a chunk; None: of all."""
+    if rows is None:
+        return tensors
+    return tuple([tokens_of(x, rows) for x in tensors])

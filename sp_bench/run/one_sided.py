@@ -63,8 +63,10 @@ class PeerMemory(ABC):
         """A tensor that peers can write to. All ranks make the same ones in the same order."""
 
     @abstractmethod
-    def at(self, peer: int, mine: Tensor, like: Tensor) -> Tensor:
-        """The start of the peer's counterpart of `mine`, which `empty` made, with the shape and dtype of `like`."""
+    def at(self, peer: int, mine: Tensor, like: Tensor, first: int = 0) -> Tensor:
+        """The peer's counterpart of `mine`, which `empty` made, from element `first` on, with the shape and dtype of
+        `like`.
+        """
 
     @abstractmethod
     def put(self, signal: Signal) -> None:
@@ -142,7 +144,8 @@ class OneSidedTransport(Transport):
         self.memory.wait(Signal(target, turn.lane, FREE))
         for mine, x in zip(turn.landing, tensors, strict=True):
             assert x.is_contiguous(), "a copy engine copies memory as it lies"
-            self.memory.at(target, mine, x).copy_(x)
+            first = turn.to_row * (x.numel() // x.shape[1]) if turn.to_row else 0  # of a batch of one: (1, S, ...)
+            self.memory.at(target, mine, x, first).copy_(x)
         self.memory.put(Signal(target, turn.lane, DATA))
 
     def _split(self, turn: Turn, messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:

@@ -101,11 +101,11 @@ class SharedMemory(PeerMemory):
         self._size += size
         return x.view(dtype)[:count].view(tuple(shape))
 
-    def at(self, peer: int, mine: Tensor, like: Tensor) -> Tensor:
+    def at(self, peer: int, mine: Tensor, like: Tensor, first: int = 0) -> Tensor:
         offset, size = self._places[mine.data_ptr()]
         if (peer, offset) not in self._theirs:  # it has said that this buffer is free, so there it is
             self._theirs[peer, offset] = _mapped(self._peers[peer], offset, size)
-        return self._theirs[peer, offset].view(like.dtype)[: like.numel()].view(like.shape)
+        return self._theirs[peer, offset].view(like.dtype)[first : first + like.numel()].view(like.shape)
 
     def put(self, signal: Signal) -> None:
         os.write(self._out[signal], b".")

@@ -82,8 +82,8 @@ class SymmetricMemory(PeerMemory):
         self.outside_bytes += -(-(x.nbytes + handle.signal_pad_size) // GRANULE_BYTES) * GRANULE_BYTES
         return x, handle
 
-    def at(self, peer: int, mine: Tensor, like: Tensor) -> Tensor:
-        return self._handles[mine.data_ptr()].get_buffer(self._places[peer], like.shape, like.dtype)
+    def at(self, peer: int, mine: Tensor, like: Tensor, first: int = 0) -> Tensor:
+        return self._handles[mine.data_ptr()].get_buffer(self._places[peer], like.shape, like.dtype, first)
 
     def put(self, signal: Signal) -> None:
         self._pads[signal.lane][1].put_signal(self._places[signal.peer], signal.says)

@@ -38,6 +38,8 @@ class Turn:
     """The ranks among which the plan moves data in it."""
     landing: tuple[Tensor, ...] = field(default=(), compare=False)
     """This rank's buffers for what it brings, whole. Those of the peers are at the same places of their memory."""
+    to_row: int = field(default=0, compare=False)
+    """The row of the peer's buffers at which what this rank sends begins."""
 
 
 Message = tuple[int, Sequence[Tensor]]

@@ -17,7 +17,7 @@ from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.lower import Lowering, lower
 from sp_bench.plan import cast_rows
-from sp_bench.plan.demand import demand
+from sp_bench.plan.demand import Demand, demand
 from sp_bench.plan.groups import Exchange
 from sp_bench.plan.ops import (
     AllGather,
@@ -72,9 +72,9 @@ class OperationCosts:
         self._classes = self._blocks.classes
         # A plan has thousands of operations, of few kinds.
         self._cast_s, self._arrived_fold_s = cache(self._find_cast_s), cache(self._find_arrived_fold_s)
-        self._brought = _brought(plan)
         self.wanted = demand(plan, problem)
-        """By operation, on which ranks it has something to receive or to fold (plan.demand)."""
+        """By operation, on which ranks it has something to receive or to fold, and which rows (plan.demand)."""
+        self._brought = _brought(plan, self.wanted)
         self._first_transfer = next((index for index, op in plan if isinstance(op, Transfer)), None)
 
     def varying(self) -> Iterator[np.ndarray]:
@@ -85,13 +85,13 @@ class OperationCosts:
                 if not self.is_alike(index, op):
                     wanted = self.wanted.get(index)
                     sizes = [sum(sizes.values()) for sizes in messages(op, self._problem, everyone, wanted)]
-                    costs = (*sizes, self.staged_s(index, op, everyone), wanted)
+                    costs = (*sizes, self.staged_s(index, op, everyone), wanted and wanted.there)
                     yield from (cost for cost in costs if isinstance(cost, np.ndarray))
             else:
                 if index in self._brought:
                     yield self._share_brought(index, everyone)
                 if index in self.wanted:
-                    yield self.wanted[index]
+                    yield self.wanted[index].there
 
     def is_alike(self, index: int, op: Transfer) -> bool:
         """Whether a transfer is a Pass of whole chunks, as large and as costly on every rank."""
@@ -222,7 +222,10 @@ class OperationCosts:
             return self._device.copy_s(others * sent) + op.tensor.has_statistics * self._device.launch_s
         if op.against:
             return self._cut_s(index, op, ranks)
-        cast_s = self._cast_s(op.tensor, op.send not in self._lowering.unsummed)
+        summed = op.send not in self._lowering.unsummed
+        cast_s = self._cast_s(op.tensor, summed)
+        if cast_s and (shares := self._share_of_run(index, op.target(ranks))) is not None:
+            cast_s = _in_proportion(shares, lambda share: self._cast_s(op.tensor, summed, share))
         if not isinstance(op.group, Exchange):
             return cast_s
         whole = sum(self._problem.field_bytes(field, wire=True) for field in op.tensor.fields)
@@ -255,15 +258,18 @@ class OperationCosts:
         if index not in self.wanted:
             return True, True
         assert isinstance(op, Pass)
-        return self.wanted[index][op.target(ranks)], self.wanted[index][ranks]
+        there = self.wanted[index].there
+        return there[op.target(ranks)], there[ranks]
 
     def _elsewhere_s(self, index: int, op: Op, ranks: np.ndarray) -> np.ndarray | float:
         """Seconds of an operation that is no block: a fold of what has arrived, or row sums."""
         if isinstance(op, Fold):
-            wants = self.wanted[index][ranks] if index in self.wanted else 1.0
+            wants = self.wanted[index].there[ranks] if index in self.wanted else 1.0
             if index not in self._brought:
                 return self._arrived_fold_s(op.into.tensor, 1.0) * wants
-            shares = self._share_brought(index, ranks)
+            shares, hop = self._share_brought(index, ranks), self._brought[index][0]
+            if self._share_of_run(hop, ranks) is not None:
+                return _in_proportion(shares, lambda share: self._arrived_fold_s(op.into.tensor, share)) * wants
             return _of_each(shares, lambda share: self._arrived_fold_s(op.into.tensor, share)) * wants
         return self._row_sums_s(op) if isinstance(op, RowSums) else 0.0
 
@@ -292,11 +298,21 @@ class OperationCosts:
         """The share of its operand's rows that have come to each of some ranks: 1 where no transfer brought it."""
         if index not in self._brought:
             return np.ones(ranks.size)
-        hop = self._brought[index]
+        number, hop = self._brought[index]
+        if (shares := self._share_of_run(number, ranks)) is not None:
+            return shares
         if isinstance(hop, GroupReduce):  # rows of several members, of which some may be the same
             largest = self._problem.shards_of(hop.tensor).largest
             return np.asarray(cast_rows.received(hop, self._problem, ranks)) / largest
         return np.asarray(share_sent(hop, self._problem, hop.source(ranks)))
+
+    def _share_of_run(self, index: int, ranks: np.ndarray) -> np.ndarray | None:
+        """The share of a chunk's rows that each of some ranks receives in a Pass of a run of them; None of others."""
+        op, wanted = self._plan.ops[index], self.wanted.get(index)
+        if wanted is None or wanted.rows is None or not isinstance(op, Pass):
+            return None
+        tokens = self._problem.field_tokens(op.tensor.fields[0], op.recv.owner(ranks))
+        return wanted.rows.counts(ranks) / tokens
 
     def _find_cast_s(self, tensor: Tensor, summed: bool, share: float = 1.0) -> float:
         return self._device.cast_s(self._problem, tensor, wire=True, summed=summed, share=share)
@@ -322,17 +338,20 @@ def work_s(plan: Plan, problem: Problem, cluster: Cluster, ranks: np.ndarray) ->
     return (total_s + costs.results_s()) * cluster.stragglers.slow_ranks(plan.n)[ranks]
 
 
-def _brought(plan: Plan) -> dict[int, Pass | GroupReduce]:
+def _brought(plan: Plan, wanted: Demand) -> dict[int, tuple[int, Pass | GroupReduce]]:
     """By fold or transfer, the transfer that brought its operand, where that may have sent only some rows of it."""
-    brings, brought_by = dict[Chunk, Pass | GroupReduce](), dict[int, Pass | GroupReduce]()
+    brings, brought_by = dict[Chunk, tuple[int, Pass | GroupReduce]](), dict[int, tuple[int, Pass | GroupReduce]]()
     for index, op in plan:
         operand = op.part if isinstance(op, Fold) else op.send if isinstance(op, Pass) else None
-        if operand and (hop := brings.get(operand)) and (isinstance(hop, GroupReduce) or hop.against):
-            brought_by[index] = hop
+        if operand and operand in brings:
+            number, hop = brings[operand]
+            in_runs = number in wanted and wanted[number].rows is not None
+            if isinstance(hop, GroupReduce) or hop.against or (isinstance(op, Fold) and in_runs):
+                brought_by[index] = number, hop
         if isinstance(op, Pass):
-            brings[op.recv] = op
+            brings[op.recv] = index, op
         elif isinstance(op, GroupReduce):
-            brings[op.writes[0]] = op
+            brings[op.writes[0]] = index, op
     return brought_by
 
 
@@ -340,3 +359,9 @@ def _of_each(shares: np.ndarray, seconds: Callable[[float], float]) -> np.ndarra
     """`seconds` of each rank's share, of which few are unlike: (q,)."""
     unlike, which = np.unique(shares, return_inverse=True)
     return np.array([seconds(float(share)) for share in unlike])[which]
+
+
+def _in_proportion(shares: np.ndarray, seconds: Callable[[float], float]) -> np.ndarray:
+    """`seconds` of each rank's share of rows, of which many are unlike: a launch, and bytes in proportion. (q,)."""
+    whole, half = seconds(1.0), seconds(0.5)
+    return np.where(shares > 0, whole - 2 * (1 - shares) * (whole - half), 0.0)

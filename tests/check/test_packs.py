@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -15,11 +14,13 @@ from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY, build
 from sp_bench.plan.costs import COMPUTE_BOUND
-from sp_bench.plan.demand import demand
+from sp_bench.plan.demand import Wanted, demand
 from sp_bench.plan.documents import Documents, Packed
+from sp_bench.plan.key_runs import Rows
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES, Method
 from sp_bench.plan.ops import Fold, Pass, Plan, PlanError
+from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from tests.support.packs import packs
 
@@ -48,7 +49,8 @@ def planned(name: str, layout: str, mask: Packed, n: int) -> list[tuple[Method, 
     return []
 
 
-layouts = st.sampled_from([(name, layout) for name, method in REGISTRY.items() for layout in method.all_layouts()])
+ALL = [(name, layout) for name, method in REGISTRY.items() for layout in method.all_layouts()]
+layouts = st.sampled_from(ALL)
 
 
 @given(layouts, packs(cached=True), st.sampled_from(SIZES))
@@ -72,27 +74,65 @@ def test_what_is_needed_must_be_sent(layout: tuple[str, str], mask: Packed, n: i
     _, problem, plans = data.draw(st.sampled_from(found))
     plan = plans[data.draw(st.sampled_from(PHASES))]
     wanted = demand(plan, problem)
-    passes = [index for index, op in plan if isinstance(op, Pass) and wanted[index].any()]
+    passes = [index for index, op in plan if isinstance(op, Pass) and wanted[index].there.any()]
     assume(passes)
     index = data.draw(st.sampled_from(passes))
-    rank = data.draw(st.sampled_from(np.flatnonzero(wanted[index]).tolist()))
-    less = wanted[index].copy()
+    rank = data.draw(st.sampled_from(np.flatnonzero(wanted[index].there).tolist()))
+    less = wanted[index].there.copy()
     less[rank] = False
-    spoiled: Mapping[int, np.ndarray] = {**wanted, index: less}
+    spoiled = {**wanted, index: Wanted(less, wanted[index].rows)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check, "demand", lambda *_: spoiled)
         with pytest.raises(PlanError, match="was not sent there|not sent|lacks its block"):
             check.check(plan, problem)
 
 
+@given(layouts, packs(cached=True), st.sampled_from(SIZES[1:]), st.booleans(), st.data())
+def test_every_row_that_is_needed_must_be_sent(
+    layout: tuple[str, str], mask: Packed, n: int, first: bool, data: st.DataObject
+) -> None:
+    """A run that is a row too short, at either end, is missed."""
+    found = planned(*layout, mask, n)
+    assume(found)
+    _, problem, plans = data.draw(st.sampled_from(found))
+    plan = plans[data.draw(st.sampled_from(PHASES))]
+    wanted = demand(plan, problem)
+    passes = [index for index, op in plan if isinstance(op, Pass) and wanted[index].rows and wanted[index].there.any()]
+    assume(passes)
+    index = data.draw(st.sampled_from(passes))
+    there, rows = wanted[index]
+    assert rows is not None
+    rank = data.draw(st.sampled_from(np.flatnonzero(there).tolist()))
+    ends = [end.copy() for end in rows]
+    ends[not first][rank] += 1 if first else -1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "demand", lambda *_: {**wanted, index: Wanted(there, Rows(*ends))})
+        with pytest.raises(PlanError, match=r"lacks rows that .* sees|lacks rows that are to be sent|stay behind"):
+            check.check(plan, problem)
+
+
+@given(packs(cached=True), st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from(sorted({each for _, each in ALL})))
+def test_rows_of_keys_that_blocks_read_are_those_of_their_regions(mask: Packed, n: int, layout: str) -> None:
+    """From the first to the last; of layouts whose chunks are no runs of neighbours, all rows of a chunk."""
+    with suppress(RequestError):
+        of_layout = build("ring", {"layout": layout}).layout_of(mask, n)
+        blocks = mask.blocks(of_layout, n, mask.seqlen, mask.seqlen + mask.cached_tokens)
+        assert isinstance(blocks, PackBlocks)
+        for kind, (start, stop) in enumerate(blocks.key_rows.T.tolist()):
+            seen = [region.kv for region in blocks.regions_of(kind)]
+            least = (min(kv.start for kv in seen), max(kv.stop for kv in seen)) if seen else (0, 0)
+            tokens = int(blocks.keys.chunk_tokens(kind % n))
+            assert (start, stop) == (least if not seen or blocks._neighbours is not None else (0, tokens))
+
+
 def test_messages_name_what_is_missing() -> None:
     (_, problem, plans), *_ = planned("ring", "contiguous", Documents((8, 8)), 4)
     wanted = demand(plans["forward"], problem)
-    sent = [index for index, op in plans["forward"] if isinstance(op, Pass) and wanted[index].any()]
+    sent = [index for index, op in plans["forward"] if isinstance(op, Pass) and wanted[index].there.any()]
     assert sent == [0]
-    assert wanted[0].tolist() == [False, True, False, True]  # the second rank of each document sees the first one
+    assert wanted[0].there.tolist() == [False, True, False, True]  # the second rank of each document sees the first one
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "demand", lambda *_: {**wanted, 0: np.zeros(4, bool)})
+        patch.setattr(check, "demand", lambda *_: {**wanted, 0: Wanted(np.zeros(4, bool))})
         with pytest.raises(PlanError, match=r"operation \d+, Attend q#0 x kv#1 into o#0: on rank 1, kv#1 is needed"):
             check.check(plans["forward"], problem)
 
@@ -102,7 +142,7 @@ def test_what_every_stage_brought_is_folded(phase: str) -> None:
     """Gradients of all stages of a group cast, not of the first alone."""
     found = planned("group_cast", "contiguous", Documents((16,)), 4)
     (plan, problem), *_ = ((plans[phase], p) for method, p, plans in found if method.variant(4).endswith("cast 4 in 2"))
-    folds = [demand(plan, problem)[index] for index, op in plan if isinstance(op, Fold)]
+    folds = [demand(plan, problem)[index].there for index, op in plan if isinstance(op, Fold)]
     assert len(folds) == (2 if phase == "backward" else 0) and all(ranks.all() for ranks in folds)
 
 

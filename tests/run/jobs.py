@@ -6,7 +6,8 @@ Shape legend: B batch, S tokens, H heads, K kv_heads, D head_dim; tensors of the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from sp_bench import SequenceParallelAttention
 from sp_bench.plan.method import PHASES
+from sp_bench.run.buffers import Arena
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.gloo import GlooTransport
@@ -77,6 +79,17 @@ def find_differences(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]
         wanted = case.reference(seqlen)
         found[case] = tuple(difference(x, y) for x, y in zip(got, shards(attention, wanted), strict=True))
     return found
+
+
+def find_differences_in_fresh_memory(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]]:
+    """`find_differences`, with buffers that hold NaN wherever nothing has come."""
+    lend = Arena.lend
+
+    def spoiled(arena: Arena, *given: Any) -> list[Tensor]:
+        return [x.fill_(torch.nan) for x in lend(arena, *given)]
+
+    with patch.object(Arena, "lend", spoiled):
+        return find_differences(cases)
 
 
 def find_differences_with_sinks(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]]:

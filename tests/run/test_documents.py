@@ -18,7 +18,7 @@ from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.method import PHASES
 from tests.run import jobs
 from tests.run.matrix import assert_exact, everything, key_heads, measure
-from tests.support.attention_cases import DTYPES, Case, of_each_method
+from tests.support.attention_cases import BATCH, DTYPES, Case, errors_of, of_each_method, wrong_in
 from tests.support.bounds import FLOORS
 from tests.support.marks import exhaustive
 from tests.support.packs import packs
@@ -49,13 +49,16 @@ OF_THEIR_HEADS = ("all_gather", "mesh", "tasp")
 
 
 def cases_of(n: int, pack: Packed) -> list[Case]:
-    """Every method in every variant, on every layout that takes the pack; dtypes and key heads take turns."""
+    """Every method in every variant, on every layout that takes the pack; dtypes, key heads and batches take turns. In
+    a batch of one, runs of rows of keys travel (plan.key_runs).
+    """
     found = []
     for case in everything(n):
         for layout in REGISTRY[case.method].all_layouts():
             turn, heads = len(found), key_heads(case.heads)
             kv_heads = case.kv_heads if case.method in OF_THEIR_HEADS else heads[turn % len(heads)]
             assigned = replace(case, layout=layout, pack=pack, dtype=DTYPES[turn % 3], kv_heads=kv_heads)
+            assigned = replace(assigned, batch=1 if turn % 4 else BATCH)
             if pack.seqlen >= 2 * n or layout in ASSIGNMENTS:  # others have a token in every piece
                 found.append(assigned)
     return list(dict.fromkeys(found))  # some differed in their key heads only
@@ -81,6 +84,15 @@ def test_each_method_on_each_layout(ranks: Ranks) -> None:
 @pytest.mark.parametrize("n", [2, 3])
 def test_some_methods_and_layouts(ranks: Ranks, n: int) -> None:
     assert_exact(ranks, (case for turn, pack in enumerate(PACKS) for case in some_cases_of(n, pack, 5, turn)))
+
+
+@pytest.mark.parametrize("n", [3, exhaustive(8)])
+def test_what_did_not_come_is_not_read(ranks: Ranks, n: int) -> None:
+    """Around the rows of a chunk that have come, its memory is what it was."""
+    cases = [case for turn, pack in enumerate((*PACKS, *CACHED)) for case in some_cases_of(n, pack, 5, turn)]
+    answers = ranks.run(jobs.find_differences_in_fresh_memory, cases)
+    for case in cases:
+        assert not wrong_in(case, errors_of(answer[case] for answer in answers[:n])), case
 
 
 @pytest.mark.parametrize("n", [exhaustive(n) for n in (2, 3, 4, 6, 8)])
