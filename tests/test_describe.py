@@ -113,7 +113,7 @@ def test_simulated_steps_have_their_intervals() -> None:
 
 
 def test_documents() -> None:
-    """Documents have 13, 3, 30 and 18 tokens: on 4 ranks, only ranks 2 and 3 see keys of another one."""
+    """Documents have 13, 3, 30 and 18 tokens: on 4 ranks, only ranks 2 and 3 see keys of another one: 16 rows and 2."""
     pack = ["mask=document", "data=lengths", "data.lengths=[13,3,30,18]", "seqlen=64"]
     text = describe(["method=ring", "gpus=4", "method.layout=contiguous", "heads=1", *pack])
     matrix = text.split("Q \\ KV")[1].splitlines()[1:5]
@@ -124,4 +124,4 @@ def test_documents() -> None:
         [str(rank), "16", str(documents), str(of_rank)]
         for rank, (documents, of_rank) in enumerate(zip((2, 1, 2, 1), pairs, strict=True))
     ]
-    assert "forward: each rank sends 1 units (chunks of Q), all of them 4" in text
+    assert "forward: each rank sends 0.5625 units (chunks of Q), all of them 2.25" in text

@@ -17,7 +17,7 @@ from sp_bench.slurm.settings import Settings
 COUNTS = {
     "config": 58,
     "data": 9,
-    "implementation": 9,
+    "implementation": 10,
     "kernel": 1,
     "logger": 5,
     "method": 24,

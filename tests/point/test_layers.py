@@ -55,7 +55,7 @@ def test_a_step_is_the_sum_of_its_layers(words: str) -> None:
 @pytest.mark.parametrize(("model", "chosen"), [("gemma3_27b", "contiguous"), ("gpt_oss_20b", "zigzag")])
 def test_one_layout_is_chosen_by_the_step_of_both_kinds(model: str, chosen: str) -> None:
     """Where most layers have a wide window it is theirs, and where half have a narrow one that of the others."""
-    given = (f"model={model}", "method=ring", "gpus=16", "seqlen=128k", "train.parameters=sharded")
+    given = (f"model={model}", "method=ring", "gpus=16", "seqlen=64k", "train.parameters=sharded")
     each = {layout: Known(step(*given, f"method.layout={layout}")) for layout in ("contiguous", "striped", "zigzag")}
     fastest = min(each, key=lambda layout: each[layout].attention_ms)
     found = Known(step(*given))
@@ -67,7 +67,7 @@ def test_one_layout_is_chosen_by_the_step_of_both_kinds(model: str, chosen: str)
 def test_each_kind_has_the_variant_that_is_its_fastest() -> None:
     """With a narrow window that is another tile than with none."""
     given = ("model=llama3_8b", "gpus=16", "seqlen=128k", "mask=window", "window=[127,0]", BOTH, "model.layers=4")
-    request = point(*SIMULATED, *given, "method=mesh", "method.layout=zigzag")
+    request = point(*SIMULATED, *given, "method=mesh", "method.layout=contiguous")
     full, windowed = choose_attentions(request).attentions
     assert full.variant != windowed.variant
     assert full.problem.layout == windowed.problem.layout
