@@ -61,10 +61,10 @@ def test_tiles_and_larger_machines_are_within_what_is_promised() -> None:
     """Medians by machine: with all that was fitted, and without what was fitted to their own source."""
     more = rows_of(SEEN, set="second")
     off = {name: rows[["error", "error_left_out"]].abs().median().to_dict() for name, rows in more.groupby("hardware")}
-    assert off["8xA800 NVLink"]["error"] < 0.06 and off["8xA800 NVLink"]["error_left_out"] < 0.08
+    assert off["8xA800 NVLink"]["error"] < 0.06 and off["16xA800, 8 to a node"]["error"] < 0.06
     assert all(of["error_left_out"] < 0.12 for of in off.values()) and len(off) == 6
     alike, count, _ = pairs(more)
-    assert alike / count > 0.75 and count > 100
+    assert alike / count > 0.9 and count > 100
 
 
 def test_nothing_is_fitted_to_what_is_held_out() -> None:
