@@ -174,8 +174,12 @@ class Facts:
         """The rows of gradients of keys, which are sent on or folded, that have anything added to them: all of what a
         collective brought.
         """
-        tokens = self.problem.field_tokens(dkv.tensor.fields[0], self.owner(dkv)) + 0 * self.ranks
-        return self.key_rows.pop(dkv, None) or Rows(np.zeros_like(tokens), tokens)
+        return self.key_rows.pop(dkv, None) or self.all_keys(dkv)
+
+    def all_keys(self, chunk: Chunk) -> Rows:
+        """All rows of a chunk of keys, or of their gradients."""
+        tokens = self.problem.field_tokens(chunk.tensor.fields[0], self.owner(chunk))
+        return Rows(np.zeros_like(self.ranks), np.broadcast_to(tokens, self.ranks.shape))
 
     def add_gradients(self, dkv: Chunk, rows: Rows) -> None:
         """Record that these rows of gradients of keys have something added to them."""

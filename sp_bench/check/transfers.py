@@ -76,8 +76,7 @@ def _keys_passed(facts: Facts, op: Pass, source: Ranks, wanted: Wanted, where: W
     if wanted.rows is None and op.send not in facts.key_rows:
         facts.key_rows.pop(op.recv, None)
         return
-    tokens = facts.problem.field_tokens(op.send.tensor.fields[0], facts.owner(op.send)) + 0 * facts.ranks
-    whole = Rows(np.zeros_like(tokens), tokens)
+    whole = facts.all_keys(op.send)
     arriving = (Rows(*wanted.rows) if wanted.rows else whole.at(source)).where(wanted.there)
     held = facts.key_rows.get(op.send, whole).at(source)
     if (rank := first_rank(~arriving.within(held))) is not None:

@@ -332,7 +332,7 @@ def pair_counts(
     key, (keys,). Takes time and memory in proportion to the runs of keys of one chunk, times the chunks.
     """
     if chunks > 1 and np.array_equal(key_owner, np.arange(key_owner.size) % chunks):
-        return _striped_keyskeys_below(owner, chunks, stop) - _striped_keyskeys_below(owner, chunks, first)
+        return _striped_keys_below(owner, chunks, stop) - _striped_keys_below(owner, chunks, first)
     starts = np.flatnonzero(np.append(True, key_owner[1:] != key_owner[:-1]))
     of, lengths = key_owner[starts], np.diff(np.append(starts, key_owner.size))
     # What a query sees ends within one run and starts within another, whose keys are counted here.
@@ -369,7 +369,7 @@ def _counted(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return different, np.bincount(number, np.diff(np.append(first, cells.size))).astype(np.int64)
 
 
-def _striped_keyskeys_below(owner: np.ndarray, chunks: int, limit: np.ndarray) -> np.ndarray:
+def _striped_keys_below(owner: np.ndarray, chunks: int, limit: np.ndarray) -> np.ndarray:
     """For each query chunk i and key chunk j: the keys of j below limit[p], summed over the positions p of i."""
     rounds, rest = np.divmod(limit, chunks)
     whole = np.bincount(owner, weights=rounds, minlength=chunks)[:, None]

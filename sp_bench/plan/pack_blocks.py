@@ -24,6 +24,26 @@ NO_ROW = 2**30
 """More rows than any chunk has."""
 
 
+class _Cells(NamedTuple):
+    """Runs of keys that a run of queries sees all of, or none of, in the order of their positions."""
+
+    owner: np.ndarray
+    """The chunk of each: (cells,)."""
+    tokens: np.ndarray
+    """How many keys there are: (cells,)."""
+    chunk: np.ndarray
+    """The chunk of each run of queries: (runs,)."""
+    first: np.ndarray
+    """The first cell that it sees, and the one behind the last: (runs,)."""
+    behind: np.ndarray
+
+    def seen_by(self, low: int, high: int) -> np.ndarray:
+        """Whether queries of each of the chunks from low to high see a cell: (high - low, cells)."""
+        some = (low <= self.chunk) & (self.chunk < high)
+        few = self.chunk[some] - low, self.first[some], self.behind[some]
+        return covered(*few, (high - low, self.owner.size))
+
+
 class Shapes(NamedTuple):
     """The mean size of the pieces that a block falls into: queries and keys of the same document. (classes,) each."""
 
@@ -161,19 +181,10 @@ class PackBlocks(Blocks):
         """
         if self._neighbours is None:
             return self.shapes.pieces * self.shapes.kv_tokens
-        (chunk, start, stop), (owner, begin, end) = self._neighbours
-        first, behind = self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
-        # Cells of keys that are all seen by a run of queries, or none of them.
-        edges = np.unique(np.concatenate([begin, end, first, behind]))
-        cells, tokens = edges[:-1], np.diff(edges)
-        of_cells = owner[np.searchsorted(begin, cells, "right") - 1]
-        begins, ends = (np.searchsorted(cells, keys, "right") for keys in (first, behind - 1))
-        counts = np.empty((self.chunks, self.chunks))
+        cells, counts = _cells(self.mask, *self._neighbours), np.empty((self.chunks, self.chunks))
         for each in range(self.chunks):
-            changes = np.bincount(begins[chunk == each] - 1, minlength=cells.size + 1)
-            changes -= np.bincount(ends[chunk == each], minlength=cells.size + 1)
-            seen = np.cumsum(changes[:-1]) > 0
-            counts[each] = np.bincount(of_cells[seen], tokens[seen], self.chunks)
+            (seen,) = cells.seen_by(each, each + 1)
+            counts[each] = np.bincount(cells.owner[seen], cells.tokens[seen], self.chunks)
         return counts.ravel()
 
     @cached_property
@@ -184,24 +195,17 @@ class PackBlocks(Blocks):
         if self._neighbours is None:
             tokens = np.broadcast_to(self.keys.chunk_tokens(np.arange(self.chunks)), self.chunks).astype(np.int32)
             return np.stack([np.zeros(self.classes, np.int32), np.tile(tokens, self.chunks) * self.computes])
-        (chunk, start, stop), (owner, begin, end) = self._neighbours
-        first, behind = self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
-        # Cells of keys that are all seen by a run of queries, or none of them, in the order of the rows of chunks.
-        cells = np.unique(np.concatenate([begin, end, first, behind]))
-        ends = np.searchsorted(cells, first), np.searchsorted(cells, behind)
-        of_cells, tokens = owner[np.searchsorted(begin, cells[:-1], "right") - 1], np.diff(cells)
-        order = np.argsort(of_cells, kind="stable")
-        begins = np.flatnonzero(np.diff(of_cells[order], prepend=-1))
-        below = np.cumsum(tokens[order])
+        cells = _cells(self.mask, *self._neighbours)
+        order = np.argsort(cells.owner, kind="stable")  # that of the rows of chunks
+        of_cells, tokens = cells.owner[order], cells.tokens[order].astype(np.int32)
+        begins, ends = np.flatnonzero(np.diff(of_cells, prepend=-1)), np.cumsum(tokens, dtype=np.int32)
         sizes = np.diff(np.append(begins, order.size))
-        below = (below - np.repeat(below[begins] - tokens[order][begins], sizes)).astype(np.int32)
-        above = below - tokens[order].astype(np.int32)
-        rows, owners = np.zeros((2, self.chunks, self.chunks), np.int32), of_cells[order][begins]
+        below = ends - np.repeat(ends[begins] - tokens[begins], sizes)
+        above = below - tokens
+        rows, owners = np.zeros((2, self.chunks, self.chunks), np.int32), of_cells[begins]
         at_once = max(1, CELLS_AT_ONCE // order.size)
         for low in range(0, self.chunks, at_once):
-            some = (low <= chunk) & (chunk < low + at_once)
-            few = chunk[some] - low, ends[0][some], ends[1][some]
-            seen = covered(*few, (min(at_once, self.chunks - low), order.size))[:, order]
+            seen = cells.seen_by(low, min(low + at_once, self.chunks))[:, order]
             rows[1, low : low + at_once, owners] = np.maximum.reduceat(np.where(seen, below, 0), begins, axis=1).T
             from_end = np.maximum.reduceat(np.where(seen, NO_ROW - above, 0), begins, axis=1).T
             rows[0, low : low + at_once, owners] = np.where(from_end > 0, NO_ROW - from_end, 0)
@@ -306,6 +310,15 @@ class PackBlocks(Blocks):
         sizes = np.diff(np.append(groups, queries.size))
         behind = np.repeat(groups + sizes, sizes) - np.arange(queries.size) - 1
         return Seen(keys.astype(np.int32), behind.astype(np.int32), groups, sizes)
+
+
+def _cells(mask: Packed, queries: np.ndarray, keys: np.ndarray) -> _Cells:
+    """The cells between runs of neighbouring queries and keys, (chunk, start, stop) each, by position."""
+    (chunk, start, stop), (owner, begin, end) = queries, keys
+    first, behind = mask.sees(start)[0], mask.sees(stop - 1)[1]
+    edges = np.unique(np.concatenate([begin, end, first, behind]))
+    of_cells = owner[np.searchsorted(begin, edges[:-1], "right") - 1]
+    return _Cells(of_cells, np.diff(edges), chunk, np.searchsorted(edges, first), np.searchsorted(edges, behind))
 
 
 def runs_of_chunks(shards: Shards) -> list[Runs]:

@@ -267,10 +267,9 @@ class OperationCosts:
             wants = self.wanted[index].there[ranks] if index in self.wanted else 1.0
             if index not in self._brought:
                 return self._arrived_fold_s(op.into.tensor, 1.0) * wants
-            shares, hop = self._share_brought(index, ranks), self._brought[index][0]
-            if self._share_of_run(hop, ranks) is not None:
-                return _in_proportion(shares, lambda share: self._arrived_fold_s(op.into.tensor, share)) * wants
-            return _of_each(shares, lambda share: self._arrived_fold_s(op.into.tensor, share)) * wants
+            each = _in_proportion if _in_runs(self.wanted, self._brought[index][0]) else _of_each
+            shares = self._share_brought(index, ranks)
+            return each(shares, lambda share: self._arrived_fold_s(op.into.tensor, share)) * wants
         return self._row_sums_s(op) if isinstance(op, RowSums) else 0.0
 
     def _find_arrived_fold_s(self, tensor: Tensor, share: float) -> float:
@@ -345,14 +344,18 @@ def _brought(plan: Plan, wanted: Demand) -> dict[int, tuple[int, Pass | GroupRed
         operand = op.part if isinstance(op, Fold) else op.send if isinstance(op, Pass) else None
         if operand and operand in brings:
             number, hop = brings[operand]
-            in_runs = number in wanted and wanted[number].rows is not None
-            if isinstance(hop, GroupReduce) or hop.against or (isinstance(op, Fold) and in_runs):
+            if isinstance(hop, GroupReduce) or hop.against or (isinstance(op, Fold) and _in_runs(wanted, number)):
                 brought_by[index] = number, hop
         if isinstance(op, Pass):
             brings[op.recv] = index, op
         elif isinstance(op, GroupReduce):
             brings[op.writes[0]] = index, op
     return brought_by
+
+
+def _in_runs(wanted: Demand, index: int) -> bool:
+    """Whether an operation is a Pass of runs of rows (plan.key_runs)."""
+    return index in wanted and wanted[index].rows is not None
 
 
 def _of_each(shares: np.ndarray, seconds: Callable[[float], float]) -> np.ndarray:

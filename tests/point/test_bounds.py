@@ -79,7 +79,7 @@ def test_nothing_is_simulated_that_takes_longer_than_a_limit(monkeypatch: pytest
 
 @pytest.mark.parametrize("name", ["mesh", "zigzag", "usp", "all_gather", "group_cast"])
 def test_a_limit_changes_nothing_of_what_is_below_it(name: str) -> None:
-    """What takes longer ends early, and what it takes at least is above the limit and below its step."""
+    """A choice that takes longer ends early, with a bound above the limit and below its step."""
     request = point(f"method={name}", *ASKED)
     whole = choose(request)
     for share in (0.5, 0.9, 0.97, 0.999, 1.0, 1.1):
@@ -91,7 +91,7 @@ def test_a_limit_changes_nothing_of_what_is_below_it(name: str) -> None:
 
 
 def chosen_below(request: Request, most_s: float) -> tuple[Choice | None, float]:
-    """What is chosen below a limit, and what it takes; None with a bound where it takes longer."""
+    """The choice below a limit, and its time; None with a bound where it takes longer."""
     try:
         chosen = choose(request, most_s)
     except TooSlowError as error:
@@ -106,7 +106,7 @@ def test_a_limit_hides_no_refusal() -> None:
 
 @pytest.mark.parametrize("keys", [(), ("mask=full",), ("stragglers.jitter=0.1",), ("cluster=cpu_local", "head_dim=64")])
 def test_nothing_is_faster_than_without_contention(keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same tasks; and where no flows meet, the bound is the time itself."""
+    """The bound is that of the same tasks, and where no flows meet it is the time itself."""
     monkeypatch.setattr(graph, "SOME_TASKS", 0)
     reached = 0
     for name in ("zigzag", "startrail", "all_gather"):
