@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 
 from sp_bench.cluster.collectives import Algorithm, algorithm
-from sp_bench.cluster.device import DeviceCosts, DeviceSection
+from sp_bench.cluster.device import DeviceCosts
+from sp_bench.cluster.device_section import DeviceSection
 from sp_bench.cluster.emulation import DEFAULT_LAB, Effects, EmulatedHosts, hosts_of
 from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.cluster.tiers import Inter, Intra

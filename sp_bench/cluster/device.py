@@ -6,80 +6,31 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import numpy as np
-from msgspec import Meta
 
 from sp_bench.cluster import decoding
 from sp_bench.cluster.decoding import CacheReads
+from sp_bench.cluster.device_section import DeviceSection
 from sp_bench.cluster.head_dims import Padded, padded
-from sp_bench.cluster.implementation import OURS, Implementation
-from sp_bench.cluster.kernel_table import KernelTable, Rates
+from sp_bench.cluster.implementation import Implementation
+from sp_bench.cluster.kernel_table import KernelTable
+from sp_bench.cluster.memory_costs import MemoryCosts
 from sp_bench.cluster.variable import Kernel, blocks_s, joined_s
-from sp_bench.errors import RequestError, unknown
+from sp_bench.errors import RequestError
 from sp_bench.plan.intervals import Sizes
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import DTYPE_BYTES, Problem, flops_per_pair
 from sp_bench.plan.regions import Region, RegionKind, rows_in
-from sp_bench.plan.tensors import Kind, Tensor
-from sp_bench.reading import Count, NotNegative, Positive, Section, figure, read
+from sp_bench.reading import read
 
 FORMS = ("PCIe", "NVL")
 """Forms of one GPU model, with different clocks and peaks."""
 
-_TFLOPS = figure(1e-4, 2e4, "TFLOP/s of each GPU, or of each CPU core")
-_MEMORY_RATE = figure(1e8, 5e13, "bytes/s of each GPU's memory, reads plus writes")
-
-
-class DeviceSection(Section, frozen=True, kw_only=True):
-    """The section `device` of a cluster file (fields as in DeviceCosts and KernelTable)."""
-
-    name: str
-    rates: Annotated[
-        dict[str, Rates],
-        Meta(min_length=1, description="a section of tables of kernel rates", examples=["{flash_attn_3: {...}}"]),
-    ]
-    kernel: str | None = None
-    """The kernel whose tables are used first where kernel=auto; None: the first table that fits."""
-    sms: Annotated[Count, figure(1, 1000, "multiprocessors of each GPU")] | None = None
-    """The number of multiprocessors."""
-    peak_tflops: dict[str, Annotated[Positive, _TFLOPS]]
-    matmul_tflops: dict[str, Annotated[Positive, _TFLOPS]] | None = None
-    """TFLOP/s of large matrix products; None: no training step is simulated."""
-    memory_bytes: Annotated[Positive, figure(1e9, 5e12, "bytes of each GPU's memory")] | None = None
-    memory_bytes_per_s: Annotated[Positive, _MEMORY_RATE]
-    fold_bytes_per_s: Annotated[Positive, _MEMORY_RATE] | None = None
-    """Bytes/s of a fold; None: memory_bytes_per_s."""
-    sum_bytes_per_s: Annotated[Positive, _MEMORY_RATE] | None = None
-    """Bytes/s of adding a gradient to its accumulator, and of casts; None: memory_bytes_per_s."""
-    repeat_bytes_per_s: Annotated[Positive, _MEMORY_RATE] | None = None
-    """Bytes/s of repeating keys for all query heads and of adding over heads; None: memory_bytes_per_s."""
-    launch_s: Annotated[NotNegative, figure(0, 1e-2, "seconds of each kernel")]
-    elementwise_bytes_per_s: Annotated[Positive, _MEMORY_RATE] | None = None
-    """Bytes/s of what a layer does element by element; None: memory_bytes_per_s."""
-    layer_launch_s: Annotated[NotNegative, figure(0, 1e-1, "seconds of each kernel")] | None = None
-    """Seconds of a kernel's launch in a layer, outside its attention; None: launch_s."""
-    host_bytes_per_s: Annotated[Positive, figure(1e9, 1e12, "bytes/s from a GPU to its host")] | None = None
-    """Bytes/s of copies to pinned memory of the host, or from it, of each GPU while all copy; None: not known."""
-    caches: CacheReads | None = None
-    """Seconds of a decode step's kernel calls by the bytes that they read; None: they read at memory_bytes_per_s."""
-    transfer_slowdown: Annotated[NotNegative, figure(0, 3, "times a kernel's time beside transfers, in addition")] = 0.0
-
-    def __post_init__(self) -> None:
-        """Raises RequestError for a kernel without rates, or rates without the configuration that waves need."""
-        kernels = {rates.kernel or name for name, rates in self.rates.items()}
-        if self.kernel is not None and self.kernel not in kernels:
-            raise unknown("kernel", self.kernel, kernels)
-        for name, rates in self.rates.items():
-            if self.sms and not (rates.heads and rates.tile_tokens):
-                missing = f"rates.{name}.{'tile_tokens' if rates.heads else 'heads'}"
-                rule = "is missing: a device with sms needs the configuration of its rates"
-                raise RequestError(missing, rule, "heads and tile_tokens, or a device without sms, would work")
-
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceCosts:
+class DeviceCosts(MemoryCosts):
     """One device's kernel rates and memory rates."""
 
     name: str
@@ -91,16 +42,8 @@ class DeviceCosts:
     """TFLOP/s of large matrix products by dtype, for training steps."""
     memory_bytes: float | None
     """Memory of a rank; None for no limit."""
-    memory_bytes_per_s: float
-    """Bandwidth of copies; reads plus writes."""
-    fold_bytes_per_s: float
-    """Bandwidth of merging partial outputs, arithmetic included."""
-    sum_bytes_per_s: float
-    """Bandwidth of casts and of gradient sums, which read a narrower dtype than they write."""
     repeat_bytes_per_s: float
     """Bandwidth of copies that repeat key heads, and of sums over the heads that share one."""
-    launch_s: float
-    """Launch overhead of each kernel."""
     elementwise_bytes_per_s: float
     """Bandwidth of norms, rotations and activations, as if all between two matrix products were one kernel."""
     layer_launch_s: float
@@ -111,8 +54,6 @@ class DeviceCosts:
     """Bandwidth of copies to pinned memory of the host, or from it; None: not known."""
     caches: CacheReads | None = None
     """Figures of kernels for decoding; None: not known."""
-    implementation: Implementation = OURS
-    """The implementation that uses the device."""
 
     @classmethod
     def build(cls, config: Any) -> Self:
@@ -330,78 +271,6 @@ class DeviceCosts:
         and without the padding of keys.
         """
         return flops_per_pair(phase, problem.head_dim, self._table(problem).v_head_dim or problem.head_dim)
-
-    def fold_s(
-        self,
-        problem: Problem,
-        tensor: Tensor,
-        *,
-        first: bool = False,
-        arriving: bool = False,
-        summed: bool = True,
-        share: float = 1.0,
-        sliced: bool = False,
-    ) -> float:
-        """Seconds of folding one chunk's partial into its accumulator, bound by memory.
-
-        A fold reads the partial in its own dtype, and reads and writes the accumulator, where the block has rows: the
-        `share` of the chunk's. The first fold only writes the accumulator, all of it; if it has all rows and the dtypes
-        are equal, as they are without `summed`, the partial becomes the accumulator at no cost. An implementation that
-        merges by several kernels (Implementation.fold_bytes_per_element) moves more, and more again where the rows are
-        `sliced` out of the chunk. One that doesn't merge (Implementation.merges) moves nothing.
-        """
-        if not self.implementation.merges:
-            return 0.0
-        moved, unfused = 0, self.implementation.fold_bytes_per_element
-        if unfused is not None:
-            unfused = share * (unfused + sliced * self.implementation.slice_bytes_per_element)
-        for field in tensor.fields:
-            held = problem.field_dtype(field, wire=False, summed=summed)
-            part = problem.field_dtype(field, wire=True) if arriving else problem.dtype
-            part = held if field.kind is Kind.STATISTIC else part
-            if first and part == held and not sliced:
-                continue
-            elements = problem.field_bytes(field, wire=False, summed=summed) // DTYPE_BYTES[held]
-            fused = share * DTYPE_BYTES[part] + (1 if first else 2 * share) * DTYPE_BYTES[held]
-            moved += elements * (fused if first or unfused is None else unfused)
-        merges = not first and any(field.kind is Kind.STATISTIC for field in tensor.fields)
-        return self._memory_s(moved, self.fold_bytes_per_s if merges else self.sum_bytes_per_s)
-
-    def merge_s(self, problem: Problem, tensor: Tensor, parts: int) -> float:
-        """Seconds of merging the partials that a reduce-scatter brings into one: each is read once, the result written,
-        in the wire dtype. It is one kernel for outputs, and two for each gradient: the rank's own place is set to zero,
-        and added with the others.
-        """
-        if not self.implementation.merges:
-            return 0.0
-        fields = sum(problem.width(field) > 0 for field in tensor.fields)
-        launches, more = (1, 1) if tensor.is_output else (2 * fields, 3)
-        moved = (parts + more) * sum(problem.field_bytes(field, wire=True) for field in tensor.fields)
-        merged_s = self._memory_s(moved, self.fold_bytes_per_s if tensor.is_output else self.sum_bytes_per_s)
-        return merged_s + (launches - 1) * self.launch_s
-
-    def cast_s(self, problem: Problem, tensor: Tensor, *, wire: bool, summed: bool = True, share: float = 1.0) -> float:
-        """Seconds of casting a held chunk to its wire dtype, or (`wire` false) an accumulator to the compute dtype.
-
-        `share` is that of the chunk's rows.
-        """
-        if not self.implementation.merges:
-            return 0.0
-        moved = 0
-        for field in tensor.fields:
-            held = problem.field_dtype(field, wire=False, summed=summed)
-            to = problem.field_dtype(field, wire=True) if wire else problem.dtype
-            if field.kind is Kind.PARTIAL and to != held:
-                elements = problem.field_bytes(field, wire=False, summed=summed) // DTYPE_BYTES[held]
-                moved += share * elements * (DTYPE_BYTES[held] + DTYPE_BYTES[to])
-        return self._memory_s(moved, self.sum_bytes_per_s)
-
-    def copy_s(self, moved_bytes: float) -> float:
-        """Seconds of copying `moved_bytes` on the device."""
-        return self._memory_s(2 * moved_bytes, self.memory_bytes_per_s)
-
-    def _memory_s(self, moved_bytes: float, bytes_per_s: float) -> float:
-        return self.launch_s + moved_bytes / bytes_per_s if moved_bytes else 0.0
 
     def _table(self, problem: Problem) -> KernelTable | Padded:
         fitting = [table for table in self.tables if table.fits(problem)]

@@ -14,7 +14,7 @@ from sp_bench.errors import RequestError
 from sp_bench.integrations.batches import Batch, batch_in, remember
 from sp_bench.integrations.layer_masks import OTHERWISE
 from sp_bench.integrations.layers import NAME, SCALED_FROM, refuse
-from sp_bench.run.attention import untraced
+from sp_bench.run.differentiable import untraced
 
 _seen: WeakSet[nn.Module] = WeakSet()
 """Models that have been looked through."""

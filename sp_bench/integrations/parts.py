@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_bench.errors import RequestError
 from sp_bench.integrations.layer_masks import OTHERWISE
-from sp_bench.run.attention import untraced
+from sp_bench.run.differentiable import untraced
 
 OF_TOKENS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout)
 """Modules of torch that work on each token alone; a class that is made of one is known by its forward."""

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
-import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from copy import copy
+from dataclasses import fields
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sp_bench.check import check_all
 from sp_bench.errors import RequestError
@@ -32,83 +29,12 @@ from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.run import sharding
 from sp_bench.run.calls import Calls, calls_of
-from sp_bench.run.engine import Engine, Saved
+from sp_bench.run.differentiable import attend, untraced
+from sp_bench.run.engine import Engine
 from sp_bench.run.engines import Engines
 from sp_bench.run.groups import world
-from sp_bench.run.latents import Latents
 from sp_bench.run.nccl import transport_for
-from sp_bench.run.partials import Tensors
 from sp_bench.run.sms import share
-
-
-class Differentiable(Protocol):
-    """An attention and its gradients: an Engine, or something around one."""
-
-    @property
-    def latents(self) -> Latents | None:
-        """The matrices that make keys where latents travel."""
-        ...
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Saved]:
-        """(out_BSHD, what the backward needs of it)."""
-        ...
-
-    def backward(self, dout: Tensor, saved: Saved, /) -> tuple[Tensor, ...]:
-        """The gradients of q, k and v, and of what else it took."""
-        ...
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    engine: Differentiable,
-    sinks: Tensor | None = None,
-    latents: Latents | None = None,
-    matrices: Tensors = (),
-) -> Tensor:
-    """The engine's attention of this rank's tokens, differentiable in q, k and v; all are (B, S, heads, D).
-
-    `sinks`, (H,), are for an Engine alone, in the dtype of statistics. Where k has latents, `latents` are the engine's,
-    and `matrices`, (H (D - R), L) and (H V, L), make keys and values of them: it is differentiable in these too, whose
-    gradients on all ranks add up to the whole ones.
-    """
-    return _Attention.apply(q, k, v, sinks, engine, latents, *matrices)  # pyright: ignore[reportReturnType]
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        engine: Any,
-        latents: Latents | None,
-        *matrices: Tensor,
-    ) -> Tensor:
-        if latents:
-            latents.hold(*matrices)
-        out, saved = engine.forward(q, k, v) if sinks is None else engine.forward(q, k, v, sinks=sinks)
-        ctx.save_for_backward(*matrices, *(x for tensors in saved.values() for x in tensors))
-        ctx.engine, ctx.latents, ctx.matrices = engine, latents, len(matrices)
-        ctx.names = {name: len(tensors) for name, tensors in saved.items()}
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch declares no types
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        tensors = iter(ctx.saved_tensors)
-        matrices = tuple(itertools.islice(tensors, ctx.matrices))
-        saved = {name: tuple(itertools.islice(tensors, count)) for name, count in ctx.names.items()}
-        if ctx.latents:
-            ctx.latents.hold(*matrices)
-        gradients = ctx.engine.backward(grad_outputs[0], saved)
-        of_matrices = ctx.latents.gradients_as(*matrices) if ctx.latents else ()
-        return (*gradients, *[None] * (6 - len(gradients)), *of_matrices)
 
 
 def _fewest_bytes(method: Method, problem: Problem) -> Method:
@@ -122,15 +48,6 @@ def _proven(method: Method, problem: Problem, costs: CostProfile) -> Mapping[str
     plans = {phase: method.plan(problem, phase, costs) for phase in PHASES}
     check_all(plans, problem)
     return MappingProxyType(plans)
-
-
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as torch.compile of a caller must take it: whole, since it can't trace plans.
-
-    As long as nobody has imported torch._dynamo, nothing is traced; importing it takes a second.
-    """
-    untraced: Any = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
-    return untraced
 
 
 class SequenceParallelAttention(torch.nn.Module):
@@ -340,13 +257,8 @@ class SequenceParallelAttention(torch.nn.Module):
         """
         shapes = tuple((x.shape, x.dtype, x.device) for x in (q, k, v))
         uneven = self._cut_unevenly(q, seqlen), self._cut_unevenly(k, kv_seqlen or seqlen)
-        kind = (
-            self.method,
-            self.kernel,
-            self.wire_dtype,
-            self.costs,
-            self.group,
-        )  # attentions that share engines differ
+        # Attentions that share engines may differ in these.
+        kind = (self.method, self.kernel, self.wire_dtype, self.costs, self.scale, self.group)
         sunk = None if sinks is None else (sinks.shape, sinks.device)
         key = (kind, self.mask, self._layout, shapes, seqlen, kv_seqlen, uneven, sunk)
         engine, calls = self._engines.get(key), self._calls
@@ -381,7 +293,7 @@ class SequenceParallelAttention(torch.nn.Module):
             _refuse_sinks(q, sinks)
         except RequestError as error:
             refused = error
-        mine = refused or _in_words(problem) + (", sinks" if sinks is not None else "")
+        mine = refused or self._in_words(method, problem, sinks is not None)
         number = calls.agree(mine) if (calls := self._calls) else 0
         if isinstance(mine, RequestError):
             raise mine
@@ -445,6 +357,26 @@ class SequenceParallelAttention(torch.nn.Module):
             layout=self.layout,
         )
 
+    def _in_words(self, method: Method, problem: Problem | None, sunk: bool) -> str:
+        """The properties that all ranks must have alike, short even for thousands of documents.
+
+        Among them is all that a plan follows from, as ranks with different plans could compute wrong results.
+        """
+        assert problem is not None
+        mask, documents = problem.mask, ""
+        if isinstance(mask, Packed):
+            documents = f", {len(mask.lengths)} documents ({_digest(mask.__reduce__()[1])})"
+        names = ("seqlen", "batch", "heads", "kv_heads", "head_dim", "dtype")
+        told = [f"{name}={getattr(problem, name)}" for name in names]
+        told += [f"{name}={value}" for name in ("kv_seqlen", "v_head_dim") if (value := getattr(problem, name))]
+        told += [f"wire_dtype={problem.wire_dtype}"] * (problem.wire_dtype != problem.dtype)
+        told += [f"mask={mask.name}{documents}", method.name, f"layout={problem.layout.name}"]
+        set_here = (f for f in fields(method) if f.name != "layout" and getattr(method, f.name) != f.default)
+        told += [f"{f.name}={getattr(method, f.name)}" for f in set_here]
+        told += [f"scale={self.scale}"] * (self.scale is not None)
+        told += [f"costs ({_digest(self.costs)})"] * (self.costs != COMPUTE_BOUND)
+        return ", ".join(told) + ", sinks" * sunk
+
     def _refuse_shard(self, q: Tensor, k: Tensor, problem: Problem) -> None:
         for name, x, side in (("q", q, problem.queries), ("k", k, problem.keys)):
             if x.shape[1] != (owned := side.tokens(self.rank)):
@@ -462,14 +394,6 @@ def _refuse_sinks(q: Tensor, sinks: Tensor | None) -> None:
         raise RequestError(f"sinks {tuple(sinks.shape)} on {sinks.device}", rule, f"({q.shape[2]},) would work")
 
 
-def _in_words(problem: Problem | None) -> str:
-    """The properties that all ranks must have alike, short even for thousands of documents."""
-    assert problem is not None
-    mask, documents = problem.mask, ""
-    if isinstance(mask, Packed):
-        sizes = hashlib.sha256(repr(mask.__reduce__()[1]).encode()).hexdigest()[:8]
-        documents = f", {len(mask.lengths)} documents ({sizes})"
-    names = ("seqlen", "batch", "heads", "kv_heads", "head_dim", "dtype")
-    told = ", ".join(f"{name}={getattr(problem, name)}" for name in names)
-    more = (f", {name}={value}" for name in ("kv_seqlen", "v_head_dim") if (value := getattr(problem, name)))
-    return f"{told}{''.join(more)}, mask={mask.name}{documents}"
+def _digest(value: object) -> str:
+    """Eight letters that differ where the values' representations do."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.plan.problem import Problem
-from sp_bench.run.attention import Differentiable, attend
 from sp_bench.run.devices import clock_of
+from sp_bench.run.differentiable import Differentiable, attend
 from sp_bench.run.sharding import positions
 from sp_bench.workload.losses import IGNORED, cross_entropy, next_tokens, squared_error
 from sp_bench.workload.model import Model

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from sp_bench import SequenceParallelAttention, documents
 from sp_bench.errors import RequestError
 from sp_bench.measure.pool import RankPool
+from sp_bench.plan.costs import CostProfile
 from sp_bench.run.calls import COMPARED, LOOK_S, calls_of
 
 SECONDS = 20 * LOOK_S
@@ -71,6 +72,30 @@ def test_documents_that_differ_between_ranks_are_refused() -> None:
     with RankPool(2, timeout_s=60) as pool:
         for error, seconds in pool.run(another_pack):
             assert error.count("2 documents") == 2
+            assert seconds < SECONDS
+
+
+ATTENTIONS = {
+    "layout": (("ring", {"layout": "striped"}), ("ring", {"layout": "zigzag"})),
+    "method": (("ring", {}), ("pass_q", {})),
+    "tile": (("mesh", {"tile": (1, 2)}), ("mesh", {"tile": (2, 1)})),
+    "wire_dtype": (("ring", {"wire_dtype": "float64"}), ("ring", {"wire_dtype": "float32"})),
+    "scale": (("ring", {"scale": 1.0}), ("ring", {"scale": 2.0})),
+    "costs": (("ring", {}), ("ring", {"costs": CostProfile(forward_block_s=1.0, backward_block_s=1.0)})),
+}
+"""Differences between the attentions of two ranks, by which their plans or their scores are others."""
+
+
+def another_attention(differs: str) -> tuple[str, float]:
+    method, options = ATTENTIONS[differs][dist.get_rank()]
+    return said_of(lambda: SequenceParallelAttention(method, **options)(*[x(8)] * 3))
+
+
+@pytest.mark.parametrize("differs", ATTENTIONS)
+def test_attentions_that_differ_between_ranks_are_refused(differs: str) -> None:
+    with RankPool(2, timeout_s=60) as pool:
+        for error, seconds in pool.run(another_attention, differs):
+            assert "all ranks must make the same calls" in error
             assert seconds < SECONDS
 
 
