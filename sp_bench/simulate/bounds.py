@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from functools import cache
 
 import numpy as np
@@ -10,8 +10,10 @@ import numpy as np
 from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.topology import Network
 from sp_bench.lower import lower
+from sp_bench.plan.cast_rows import rows_moved
+from sp_bench.plan.demand import demand
 from sp_bench.plan.groups import Exchange, Group
-from sp_bench.plan.ops import AllGather, Plan, ReduceScatter, Transfer, TreeReduce
+from sp_bench.plan.ops import AllGather, Pass, Plan, ReduceScatter, RowCollective, Transfer, TreeReduce
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import messages, peers
 
@@ -25,8 +27,8 @@ def lower_bounds(
     """Seconds that one phase takes at least, by what sets the bound; `crossing` are the bytes on each link: (L,).
 
     compute     blocks and folds of the busiest rank, `compute_s`
-    latency     the latencies of a lane's transfers, which run one after the other; none where noise may shorten them,
-                or of those that begin while the one before comes
+    latency     the latencies of what a rank sends on a lane, one transfer after the other; none where noise may shorten
+                them, or of transfers that begin while the one before comes
     port, nic   and other classes of links: the bytes on the busiest one of them at its full rate, but for those that
                 emulated links may carry after the end (emulation.EmulatedHosts)
     """
@@ -35,7 +37,7 @@ def lower_bounds(
     lanes, by_class = len({op.lane for op in plan.ops if isinstance(op, Transfer)}), {}
     for name, links in link_classes(network).items():
         carried = crossing[links]
-        if hosts and name in between:
+        if hosts and lanes and name in between:
             carried = hosts.least_wire_bytes(carried, lanes)
         by_class[name] = float((carried / network.link_bytes_per_s[links]).max(initial=0.0))
     pipelined = lower(plan, problem, cluster.transport).pipelined if cluster.transport.pipelines else {}
@@ -69,11 +71,24 @@ def link_classes(network: Network) -> dict[str, np.ndarray]:
 def _latency_s(plan: Plan, problem: Problem, cluster: Cluster, pipelined: Container[int]) -> float:
     """The most latency that a rank's lane adds up, but for that which passes while other messages come."""
     ranks, lanes, network = np.arange(plan.n), {}, cluster.network(plan.n)
+    wanted = demand(plan, problem)
 
     @cache
-    def latency_s(pairs: tuple[tuple[Group | Exchange, int], ...]) -> np.ndarray:
+    def latency_s(group: Group | Exchange, shift: int) -> np.ndarray:
+        """The latency of a message of each rank: (n,)."""
+        return network.routes_to(group.member(ranks, shift)).latency_s
+
+    @cache
+    def longest_s(pairs: tuple[tuple[Group | Exchange, int], ...]) -> np.ndarray:
         """The longest latency of messages that are under way at once: (n,)."""
-        return np.max([network.routes_to(group.member(ranks, shift)).latency_s for group, shift in pairs], axis=0)
+        return np.max([latency_s(*pair) for pair in pairs], axis=0)
+
+    def sent_s(index: int, op: Transfer, pairs: Sequence[tuple[Group | Exchange, int]]) -> np.ndarray:
+        """The longest latency of the messages of a transfer that each rank has something for: (n,)."""
+        if isinstance(op, RowCollective):
+            return np.max(np.stack([latency_s(*pair) for pair in pairs]) * (rows_moved(op, problem, ranks) > 0), axis=0)
+        there = wanted[index].there[op.target(ranks)] if isinstance(op, Pass) and index in wanted else 1
+        return longest_s(tuple(pairs)) * there
 
     for index, op in plan:
         if isinstance(op, AllGather | ReduceScatter):
@@ -82,7 +97,7 @@ def _latency_s(plan: Plan, problem: Problem, cluster: Cluster, pipelined: Contai
                 lanes[op.lane] = lanes.get(op.lane, 0.0) + way.latency_s
                 continue
         if isinstance(op, TreeReduce):  # round after round
-            lanes[op.lane] = lanes.get(op.lane, 0.0) + sum(latency_s((pair,)) for pair in peers(op))
+            lanes[op.lane] = lanes.get(op.lane, 0.0) + sum(latency_s(*pair) for pair in peers(op))
         elif isinstance(op, Transfer) and index not in pipelined and (pairs := peers(op)):
-            lanes[op.lane] = lanes.get(op.lane, 0.0) + latency_s(tuple(pairs))
+            lanes[op.lane] = lanes.get(op.lane, 0.0) + sent_s(index, op, pairs)
     return max((float(np.max(seconds)) for seconds in lanes.values()), default=0.0)

@@ -46,6 +46,8 @@ from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 
 MAX_TASKS, SOME_TASKS = 12_000_000, 100_000
 """As many as fit two GB of memory, and as many as take so long that an estimate is worth while."""
+LEAST_WORK = 1e-12
+"""The least work of a task that takes cores, in seconds or their unit: one without any would need another path."""
 NEARLY = 0.1
 """Ranks may be taken for alike if their blocks differ by this share. A zigzag ring's blocks of half the queries take up
 to 8% longer than those of half the keys."""
@@ -118,9 +120,9 @@ class PlanGraph:
     @property
     def fastest(self) -> TaskGraph:
         """The tasks where each rank is as fast as the fastest of its kind; in `tasks` it is as slow as the slowest."""
-        work = self.by_rank(getattr(self.tasks, self.work).copy())
+        work = getattr(self.tasks, self.work).reshape(-1, self.quotient.ranks.size).copy()
         for row, seconds in self.least.items():
-            work[row] = seconds * self.work_per_s
+            work[row] = np.minimum(work[row], np.maximum(seconds * self.work_per_s, LEAST_WORK))
         return replace(self.tasks, **{self.work: work.ravel()})
 
 
@@ -146,8 +148,9 @@ def build_as_alike(plan: Plan, problem: Problem, cluster: Cluster) -> PlanGraph 
 
 
 def uncontended_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
-    """A lower bound on the makespan of build_graph's tasks with nearly alike ranks: none of their flows slows another
-    down. 0.0 where that is no quicker than to solve them. Seconds.
+    """A lower bound on the makespan of build_graph's tasks, with nearly alike ranks or with all: none of their flows
+    slows another down. Ranks that are nearly alike are each as fast as the fastest, and need not run at the same time.
+    0.0 where that is no quicker than to solve them. Seconds.
     """
     return _Builder(plan, problem, cluster, True, NEARLY).uncontended_s()
 
@@ -229,8 +232,13 @@ class _Builder:
         wanted = self._wanted()
         if not SOME_TASKS < self._most_tasks(wanted) <= MAX_TASKS:
             return 0.0
-        self._add_rows(wanted)
-        return self.rows.uncontended_s(self.cores)
+        rows = self._add_rows(wanted)[-1].rows.stop  # a run doesn't wait for what links carry after a message
+        for row, seconds in self.least.items():
+            if self.cores:
+                self.rows.sizes[row] = seconds * CORE_WORK_PER_S
+            else:
+                self.rows.delays[row] = seconds
+        return self.rows.uncontended_s(self.cores, rows, alike=self.exact)
 
     def _wanted(self) -> list[Segment | int]:
         """The plan's segments and, by their indices, its transfers."""

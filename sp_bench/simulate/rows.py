@@ -41,12 +41,10 @@ class Crossed(NamedTuple):
     links: np.ndarray
     loads: np.ndarray
 
-    def alone(self, cap: np.ndarray, link_bytes_per_s: np.ndarray) -> np.ndarray:
-        """Bytes per second of each task's flow where there is no other: (n,)."""
-        rates = cap.copy()
-        task = np.repeat(np.arange(rates.size), self.hops)
-        np.minimum.at(rates, task, link_bytes_per_s[self.links] / self.loads)
-        return rates
+    @property
+    def tasks(self) -> np.ndarray:
+        """The task of each load."""
+        return np.repeat(np.arange(self.hops.size), self.hops)
 
 
 class Tasks(NamedTuple):
@@ -128,12 +126,13 @@ class Rows:
             self.known[key] = path, _by_task(path.links, path.loads)
         return self.known[key][1]
 
-    def uncontended_s(self, cores: int | None) -> float:
-        """When the last task ends if no flow slows another down."""
-        links, rates = self._link_bytes_per_s(cores), dict[tuple[int, int], np.ndarray]()
-        finish_s = np.zeros(len(self.delays) * self.n)
+    def uncontended_s(self, cores: int | None, first_rows: int, *, alike: bool) -> float:
+        """When the last task of so many first rows ends if no flow slows another down, but those of ranks of a kind if
+        these are `alike`, which run at the same time.
+        """
+        rates, finish_s = dict[tuple[int, int], np.ndarray](), np.zeros(first_rows * self.n)
         rows = zip(self.delays, self.sizes, self.crossed, self.caps, self.deps, strict=True)
-        for first, (delay_s, sizes, crossed, cap, deps) in zip(range(0, finish_s.size, self.n), rows, strict=True):
+        for first, (delay_s, sizes, crossed, cap, deps) in zip(range(0, finish_s.size, self.n), rows, strict=False):
             row_s = finish_s[first : first + self.n]
             for tasks in deps:
                 there_s = finish_s[tasks.row * self.n :]
@@ -142,9 +141,19 @@ class Rows:
             if sizes is not self.nothing:
                 key = id(crossed), id(cap)
                 if key not in rates:
-                    rates[key] = crossed.alone(cap, links)
+                    rates[key] = self._alone(crossed, cap, cores, alike=alike)
                 row_s += sizes / rates[key]
         return float(finish_s.max(initial=0.0))
+
+    def _alone(self, crossed: Crossed, cap: np.ndarray, cores: int | None, *, alike: bool) -> np.ndarray:
+        """Bytes per second of each task's flow where there is no other or, if ranks are `alike`, none of another kind:
+        (n,).
+        """
+        rates, tasks, loads = cap.copy(), crossed.tasks, crossed.loads
+        if not alike:  # cores are one link more
+            loads = loads / (self.quotient.sizes[tasks] // np.append(self.quotient.link_sizes, 1)[crossed.links])
+        np.minimum.at(rates, tasks, self._link_bytes_per_s(cores)[crossed.links] / loads)
+        return rates
 
     def _link_bytes_per_s(self, cores: int | None) -> np.ndarray:
         """The rate of each link, with one more where cores are shared."""
