@@ -132,12 +132,13 @@ class Validation:
 def transfers_of(plans: Iterable[Plan], *, of_packs: bool = False) -> str:
     """The transfers of plans, in words: all-to-alls, KV or Q and outputs from rank to rank, or nothing.
 
-    A cast of rows is a kind of its own where they are few: under packs.
+    Casts of rows are kinds of their own where they are few: under packs. Those of queries are not those of keys.
     """
     kinds = set()
     for op in (op for plan in plans for op in plan.ops if isinstance(op, Transfer)):
         passed = "KV passed on" if op.tensor.of_keys else "Q and outputs passed on"
-        passed = "rows cast" if of_packs and isinstance(op, RowCollective) else passed
+        if of_packs and isinstance(op, RowCollective):
+            passed = "rows cast" if op.tensor.of_keys else "rows of Q and outputs cast"
         kinds.add("all-to-alls" if isinstance(op, AllToAll) else passed)
     return " and ".join(sorted(kinds)) or "no transfers"
 

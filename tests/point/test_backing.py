@@ -68,6 +68,10 @@ UNMEASURED = (
         "method=mesh method.tile=[2,4] gpus=8 mask=document data=equal",
         "mask=document, KV, Q and outputs passed on",
     ),
+    (
+        "method=group_cast method.qo_comm=true method.ulysses=1 gpus=8 mask=document data=long implementation=ours",
+        "rows cast and rows of Q and outputs cast over NVLink",
+    ),
     ("method=ring gpus=8 mask=document data=equal window=[63,0]", "mask=document with a window"),
     ("method=ring gpus=8 mask=window window=[4095,0]", "mask=window, KV passed on over NVLink"),
     ("method=ring gpus=8 mask=chunked chunk=8k", "mask=chunked, KV passed on over NVLink"),
