@@ -98,12 +98,15 @@ def config_dir(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     return own, rest
 
 
-def writable_folder(key: str, name: str) -> Path:
-    """The folder that a key names, made if necessary. Raises RequestError if no file can be written to it.
+def writable_folder(key: str, name: Any) -> Path:
+    """The folder that a key names, made if necessary. Raises RequestError if it is no name, or no file can be written
+    to it.
 
     A file is written as a test: permission bits don't show root a read-only mount, nor anybody a full disk.
     """
-    folder, done = Path(name), "made"
+    if not isinstance(name, str | int | float) or isinstance(name, bool):
+        raise RequestError(f"{key}={name}", "must be a folder", f"{key}=results would work")
+    folder, done = Path(str(name)), "made"  # 5 is read as a number
     try:
         folder.mkdir(parents=True, exist_ok=True)
         done = "written"

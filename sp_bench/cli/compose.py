@@ -116,8 +116,7 @@ class Composer(ExitStack):
             for override in others:
                 group, _, key = override.key_or_group.partition(".")
                 optional = group in SECTIONS and has_key(SECTIONS[group], key)
-                value = _or_null(override, config)
-                OmegaConf.update(config, override.key_or_group, value, merge=True, force_add=optional)
+                _set(config, override, optional=optional)
         except (HydraException, OmegaConfBaseException) as error:
             raise self._explained(overrides, error) from None
         try:
@@ -128,8 +127,8 @@ class Composer(ExitStack):
         assert isinstance(composed, dict)
         resolved: dict[str, Any] = content | {str(key): value for key, value in composed.items()}
         on_this_machine = resolved["cluster"].get("this_machine") is True
-        if resolved["workload"] in WORKLOADS:
-            resolved |= WORKLOADS[resolved["workload"]].filled(resolved, here=on_this_machine)
+        if workload := WORKLOADS.get(str(resolved["workload"])):
+            resolved |= workload.filled(resolved, here=on_this_machine)
         if resolved["seqlen"] is None:
             resolved["seqlen"] = SEQLEN_HERE if on_this_machine else SEQLEN
         if resolved["dtype"] is None:
@@ -142,8 +141,8 @@ class Composer(ExitStack):
     def baseline(self, config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any] | None:
         """The config of a point's baseline: another method at its defaults, all else the same; None without one."""
         name = config["baseline"]
-        if config["workload"] in WORKLOADS:
-            name = WORKLOADS[config["workload"]].baselines.get(name, name)
+        if workload := WORKLOADS.get(str(config["workload"])):
+            name = workload.baselines.get(str(name), name)
         if name is None or name == config["method"]["name"]:
             return None
         if name not in self.choices("method"):
@@ -167,7 +166,7 @@ class Composer(ExitStack):
         except HydraException:
             if groups := [group for group in self.groups() if argument in self.choices(group)]:
                 would_work = f"{groups[0]}={argument} would work"
-            raise RequestError(argument, "is not of the form key=value", would_work) from None
+            raise _quoted(argument) or RequestError(argument, "is not of the form key=value", would_work) from None
         if override.value() is None and "none" in self.choices(override.key_or_group):
             override = _parsed(f"{override.key_or_group}=none")
         if override.is_add() or override.is_force_add():
@@ -232,7 +231,7 @@ class Composer(ExitStack):
 
     def _explained(self, overrides: Sequence[str], error: Exception) -> RequestError:
         """The error for an override that Hydra can't apply, with the keys of its group."""
-        choices = [o for o in overrides if "." not in o.partition("=")[0]]
+        choices = [o for o in overrides if o.partition("=")[0] in self.groups()]
         plain = OmegaConf.to_container(compose("config", overrides=[*choices, *self._search]))
         given = _given([_parsed(override) for override in overrides])
         for override in overrides:
@@ -249,6 +248,19 @@ class Composer(ExitStack):
                     return unknown_key(".".join((*parents, name)), [".".join((*parents, each)) for each in names])
                 parents, known = [*parents, name], known.get(name)
         return RequestError(" ".join(overrides), str(error).splitlines()[0], "`sp-bench help` lists the keys")
+
+
+def _quoted(argument: str) -> RequestError | None:
+    """The error for a value that Hydra takes in quotes alone, as one with = or a letter that ASCII lacks; None where
+    quotes don't help.
+    """
+    key, _, value = argument.partition("=")
+    quoted = f"{key}='{value}'"
+    try:
+        _parsed(quoted)
+    except HydraException:
+        return None
+    return RequestError(argument, "is no value without quotes", f'"{quoted}" is one') if value else None
 
 
 def _head(key: str) -> str:
@@ -270,6 +282,16 @@ def _or_null(override: Override, config: DictConfig) -> Any:
     """The value of an override. `none` is null for a baseline, and where null is the default."""
     key, value = override.key_or_group, override.value()
     return None if value == "none" and (key == "baseline" or OmegaConf.select(config, key) is None) else value
+
+
+def _set(config: DictConfig, override: Override, *, optional: bool) -> None:
+    """Set what an override says: a section's keys beside its others. Raises RequestError for a section of no keys."""
+    key, value = override.key_or_group, _or_null(override, config)
+    section, is_section = OmegaConf.select(config, key), isinstance(value, Mapping)
+    if "." not in key and OmegaConf.is_dict(section) and not is_section:
+        first = next(iter(section), "KEY")
+        raise RequestError(str(override.input_line), "is a section of keys", f"{key}.{first}=... would work")
+    OmegaConf.update(config, key, value, merge=is_section and OmegaConf.is_dict(section), force_add=optional)
 
 
 def _touched(content: Mapping[str, Any], overrides: Sequence[Override]) -> DictConfig:

@@ -7,6 +7,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from sp_bench.__main__ import main
 from sp_bench.cli import compose as module
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
@@ -69,3 +70,31 @@ def test_a_file_of_ones_own_is_composed_by_hydra(tmp_path: Path) -> None:
         found = composer.compose(["cluster=mine"])["cluster"]
         assert found["name"] == "mine"
         assert {**found, "name": 0} == {**composer.compose([])["cluster"], "name": 0}
+
+
+OF_EVERY_KIND = ("5", "0.5", "true", "word", "[1,2]", "[]", "{a: 1}", "{}", "null", "[null]", "''")
+
+
+@pytest.mark.parametrize("key", sorted(yaml_of(CONF / "config.yaml").keys() - {"defaults"}))
+def test_no_kind_of_value_ends_in_a_traceback(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table in place of a list, a number in place of a name: what is no value of a key is refused by name."""
+    base = {"method": "ring", "gpus": "2", "seqlen": "1k", "heads": "2", "mode": "simulate", "trace": "0"}
+    for value in OF_EVERY_KIND:
+        if key == "results_dir" and not value.startswith(("[", "{", "n")):
+            continue  # a folder here
+        point = {**base, "results_dir": tmp_path, key: value}
+        code, said = main([f"{name}={each}" for name, each in point.items()]), capsys.readouterr().err
+        assert code in (0, 2), said
+        assert code == 0 or said.startswith("sp_bench: "), said
+
+
+@pytest.mark.parametrize("argument", ["results_dir=/tmp/Ergebnisse-für-alle", "results_dir=a=b", "impl=a,b:c=d"])
+def test_values_that_take_quotes_are_shown_in_them(argument: str) -> None:
+    key, _, value = argument.partition("=")
+    with Composer() as composer:
+        with pytest.raises(RequestError, match="is no value without quotes") as raised:
+            composer.points([argument], sweep=False)
+        quoted = str(raised.value).partition('"')[2].partition('"')[0]
+        assert composer.compose([quoted])[key] == value
+        with pytest.raises(RequestError, match="is not of the form key=value"):
+            composer.points(["results_dir"], sweep=False)
