@@ -12,7 +12,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -76,9 +76,9 @@ class Composer(ExitStack):
                 self._check(override, str(override.value()), parsed)
                 axes.append((False, [str(override.input_line)]))
                 continue
+            values = self._listed(argument, override)
             if not sweep:
                 raise RequestError(argument, "is a list of values", f"-m {argument} would run one point for each")
-            values = list(override.sweep_string_iterator())
             for value in values:
                 self._check(override, value, parsed)
             axes.append((override.key_or_group == "method", [f"{override.key_or_group}={value}" for value in values]))
@@ -177,6 +177,16 @@ class Composer(ExitStack):
         if override.is_delete():
             raise RequestError(argument, "keys can't be removed, but null is a key's default", would_work)
         return override
+
+    def _listed(self, argument: str, override: Override) -> list[str]:
+        """The values of an override that lists some. Raises RequestError if there are none, or no end of them."""
+        key, listed = override.key_or_group, override.value()
+        if override.is_interval_sweep():
+            raise RequestError(argument, "has any number of values", f"-m {key}=range(1,4) would have three")
+        names = listed.filter(self.choices(key)) if isinstance(listed, Glob) else override.sweep_string_iterator()
+        if not (values := list(names)):
+            raise RequestError(argument, "has no values", f"-m {key}=A,B would have two")
+        return values
 
     def _check(self, override: Override, value: str, beside: Sequence[Override]) -> None:
         """Raise RequestError for an unknown choice of a group, or a key that no point has."""

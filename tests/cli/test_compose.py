@@ -98,3 +98,19 @@ def test_values_that_take_quotes_are_shown_in_them(argument: str) -> None:
         assert composer.compose([quoted])[key] == value
         with pytest.raises(RequestError, match="is not of the form key=value"):
             composer.points(["results_dir"], sweep=False)
+
+
+def test_lists_of_every_kind_are_points_or_refused() -> None:
+    with Composer() as composer:
+        assert composer.points(["method=glob(z*)", "gpus=range(2,4)"], sweep=True) == [
+            ("gpus=2", "method=zigzag"),
+            ("gpus=3", "method=zigzag"),
+        ]
+        for argument, rule in (
+            ("gpus=range(4,2)", "has no values"),
+            ("method=glob(nothing*)", "has no values"),
+            ("gpus=interval(1,4)", "has any number of values"),
+        ):
+            for sweep in (False, True):
+                with pytest.raises(RequestError, match=rule):
+                    composer.points([argument], sweep=sweep)
