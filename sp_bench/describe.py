@@ -79,7 +79,7 @@ def describe(overrides: Sequence[str]) -> str:
     Raises RequestError as the benchmark does, and for more than MOST_RANKS GPUs.
     """
     with Composer() as composer:
-        (point,) = composer.points(overrides, sweep=False)
+        point = composer.point(overrides)
         config = composer.compose(point)
     gpus = read(Count, config["gpus"], "gpus")
     if gpus > MOST_RANKS:

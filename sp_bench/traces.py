@@ -77,7 +77,7 @@ def _run(arguments: list[str]) -> int:
     if out is None:
         raise RequestError("out", "a folder is needed", "out=traces would work")
     with Composer() as composer:
-        (point,) = composer.points([a for a in arguments if not a.startswith("out=")], sweep=False)
+        point = composer.point([a for a in arguments if not a.startswith("out=")])
         request = resolve({**composer.compose(point), "mode": "measure"}, launched())
     if not isinstance(request.method, Method):
         raise RequestError(f"method={request.method.name}", "has no plan to match", "a method of this suite would work")

@@ -32,7 +32,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -81,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _advise(arguments: Sequence[str]) -> int:
-    given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
+def _refuse(given: Mapping[str, str]) -> None:
+    """Raise RequestError for values of keys that advice can't take, before anything is simulated."""
     if PAD_HEADS in given:
         flag(given, PAD_HEADS)
     for key in given.keys() - {ALL, PAD_HEADS}:
@@ -98,6 +98,13 @@ def _advise(arguments: Sequence[str]) -> int:
             raise RequestError(f"{key}={given[key]}", rule, "leaving it out would work")
     if BATCH in given and given.get("workload") == DECODE:
         raise RequestError(f"workload={DECODE}", f"has no {BATCH}, which are of a training step", "batch=16 would work")
+    if "plots" in given:
+        plots.check(Path(given["plots"]))
+
+
+def _advise(arguments: Sequence[str]) -> int:
+    given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
+    _refuse(given)
     if BATCH in given:
         return _advise_job(arguments, given[BATCH])
     overrides = [argument for argument in arguments if argument.partition("=")[0] not in (*OWN, ALL)]

@@ -218,7 +218,7 @@ def answers(
 
 def composed(composer: Composer, overrides: Sequence[str], name: str) -> dict[str, Any]:
     """The config of a question's overrides with one method."""
-    (point,) = composer.points(for_method(overrides, name), sweep=False)
+    point = composer.point(for_method(overrides, name))
     return composer.compose(point)
 
 

@@ -145,7 +145,7 @@ def packs_of(overrides: Sequence[str], count: str | None) -> Packs | None:
     Raises RequestError for a number of packs of what is no data set.
     """
     with Composer() as composer:
-        (point,) = composer.points([*overrides, f"method={SPANS[1]}"], sweep=False)
+        point = composer.point([*overrides, f"method={SPANS[1]}"])
         config = composer.compose(point)
     if decodes(config):
         if read(Count, count or 1, "packs") > 1:

@@ -5,12 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from sp_bench.advise.candidates import Answer
+from sp_bench.cli.arguments import writable_folder
+from sp_bench.errors import RequestError
 from sp_bench.extras import require
 
 
-def write(path: Path, found: Answer, memory_bytes: float | None) -> None:
-    """Write the figure; the suffix of `path` says its format. Raises RequestError if matplotlib is missing."""
+def check(path: Path) -> None:
+    """Raise RequestError if matplotlib is missing, or no figure can be written there."""
     require("analysis", f"plots={path}")
+    from matplotlib.figure import Figure
+
+    known = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix.removeprefix(".") not in known:
+        raise RequestError(f"plots={path}", f"ends in none of {', '.join(known)}", "plots=advice.svg would work")
+    writable_folder("plots", str(path.parent))
+
+
+def write(path: Path, found: Answer, memory_bytes: float | None) -> None:
+    """Write the figure to a path that `check` lets pass; its suffix says the format."""
     from matplotlib.figure import Figure
 
     best = [*reversed(found.feasible)]

@@ -88,6 +88,16 @@ class Composer(ExitStack):
         self._refuse_options(parsed, list(dict.fromkeys(map(self._method, points))), baseline)
         return list(dict.fromkeys(self._of_its_method(point) for point in points))
 
+    def point(self, arguments: Sequence[str]) -> tuple[str, ...]:
+        """The overrides of the one point of a command that has no sweeps. Raises RequestError as `points` does."""
+        for argument in arguments:
+            override = self._parsed(argument)
+            if override.is_sweep_override():
+                would_work = f"{override.key_or_group}={self._listed(argument, override)[0]} would work"
+                raise RequestError(argument, "is a list of values, and there are no sweeps here", would_work)
+        (point,) = self.points(arguments, sweep=False)
+        return point
+
     def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
         """The resolved config of one point; its logger, unless chosen, is wandb where its keys or variables are set.
 

@@ -35,7 +35,9 @@ def mask_of(config: Mapping[str, Any], seed: int, seqlen: int, kv_seqlen: int | 
         given = config["data"]["kind"] if key == "data" else config[key]
         if given not in (None, "none") and name not in masks:
             would_work = f"mask={' or mask='.join(masks)} would work"
-            raise RequestError(f"{key}={given}", f"says nothing about mask={name}", would_work)
+            raise RequestError(
+                key if key == "data" else f"{key}={given}", f"says nothing about mask={name}", would_work
+            )
     causal = None if config["causal"] is None else read(bool, config["causal"], "causal")
     if name in MASKS:
         return _whole(name, causal)

@@ -277,3 +277,14 @@ def test_the_advice_on_latents(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_a_decode_step_has_not(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert re.search(says, " ".join(capsys.readouterr().err.split()))
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("/dev/null/a.svg", "can't be made"), ("a.xyz", "ends in none of"), ("a", "ends in none of")]
+)
+def test_figures_that_can_not_be_written_are_refused_first(
+    name: str, rule: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sp_bench.advise.__main__.answer", lambda *_, **__: pytest.fail("simulated"))
+    assert main([*ASKED, f"plots={name}"]) == 2
+    assert rule in capsys.readouterr().err

@@ -111,6 +111,11 @@ def test_lists_of_every_kind_are_points_or_refused() -> None:
             ("method=glob(nothing*)", "has no values"),
             ("gpus=interval(1,4)", "has any number of values"),
         ):
+            with pytest.raises(RequestError, match=rule):
+                composer.point([argument])
             for sweep in (False, True):
                 with pytest.raises(RequestError, match=rule):
                     composer.points([argument], sweep=sweep)
+        with pytest.raises(RequestError, match=r"there are no sweeps here; gpus=8 would work$"):
+            composer.point(["gpus=8,16"])
+        assert composer.point(["gpus=8"]) == ("gpus=8",)

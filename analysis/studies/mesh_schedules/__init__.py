@@ -18,7 +18,7 @@ HEAD = ["gpus", "tile", "phase", "bound ms", "paper", "searched"]
 def rows(gpus: int) -> Iterator[list[str]]:
     """The table's rows for one number of GPUs."""
     with Composer() as composer:
-        (point,) = composer.points(["method=mesh", f"gpus={gpus}", "mode=simulate"], sweep=False)
+        point = composer.point(["method=mesh", f"gpus={gpus}", "mode=simulate"])
         request = resolve(composer.compose(point))
     costs = request.cluster.profile(request.problem)
     for tile in tiles(gpus):
