@@ -21,6 +21,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import finalize
 
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
@@ -35,6 +36,7 @@ Point = tuple[str, ...]
 Key = TypeVar("Key")
 FEW = 4
 """A worker process is started for at least this many points, since it takes a second to start."""
+Worker = subprocess.Popen[str]
 
 
 def point(**keys: Any) -> Point:
@@ -91,6 +93,29 @@ def group(name: str, choice: str, own: Path | None = None) -> dict[str, Any]:
     return composed((f"{name}={choice}",), own)[name]
 
 
+class _Processes:
+    """Processes that run points, while they have nothing to do. They end when nobody can ask for points any more."""
+
+    def __init__(self) -> None:
+        self.idle: list[Worker] = []
+        finalize(self, _end, self.idle)
+
+    def take(self, folder: Path) -> Worker:
+        """An idle process, or a new one."""
+        if self.idle:
+            return self.idle.pop()
+        command = [sys.executable, "-m", "sp_bench.analysis.runs", str(folder)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def _end(workers: list[Worker]) -> None:
+    """End processes, which do at the end of their input."""
+    for worker in workers:
+        with worker:
+            pass
+
+
 @dataclass(eq=False)
 class Runs:
     """The records of points, kept in one folder."""
@@ -106,6 +131,7 @@ class Runs:
     failed: list[str] = field(default_factory=list)
     """Failures in words; figures add to them."""
     _known: dict[Point, Record] = field(default_factory=dict, repr=False)
+    _processes: _Processes = field(default_factory=_Processes, repr=False)
 
     def one(self, **keys: Any) -> Record:
         """The record of one point; keys are those of `point`."""
@@ -120,7 +146,7 @@ class Runs:
         points = list(points)
         todo = [p for p in dict.fromkeys(points) if p not in self._known]
         simulated = [p for p in todo if not is_measured(p)]
-        workers = min(self.workers, len(simulated) // FEW)
+        workers = min(self.workers, max(len(simulated) // FEW, min(len(simulated), len(self._processes.idle))))
         if workers > 1:
             self._ask_workers(simulated, workers)
             todo = [p for p in todo if p not in self._known]
@@ -174,11 +200,8 @@ class Runs:
 
     def _ask_worker(self, queue: Iterator[Point]) -> None:
         """Send points to a worker process, one after the other, until the queue is empty."""
-        command = [sys.executable, "-m", "sp_bench.analysis.runs", str(self.folder)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        ) as worker:
+        worker = self._processes.take(self.folder)
+        try:
             assert worker.stdin and worker.stdout
             for one in queue:
                 worker.stdin.write(json.dumps(one) + "\n")
@@ -186,6 +209,10 @@ class Runs:
                 if not (answer := worker.stdout.readline()):
                     raise RuntimeError(f"the process that ran {' '.join(one)} ended with {worker.wait()}")
                 self._keep(one, Record(**json.loads(answer)))
+        except BaseException:
+            _end([worker])
+            raise
+        self._processes.idle.append(worker)
 
 
 def is_measured(one: Point) -> bool:

@@ -157,6 +157,19 @@ def test_records_are_taken_from_the_folder(tmp_path: Path) -> None:
     assert Runs(tmp_path).one(method="ring", **SMALL).step_ms_median == 1.25
 
 
+def test_processes_are_kept_for_the_next_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few they are then. Processes end with the runs that asked."""
+    started, start = list[subprocess.Popen[str]](), subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **keys: started.append(start(*a, **keys)) or started[-1])
+    runs = Runs(tmp_path, workers=2)
+    for heads in (range(1, 2 * FEW + 1), range(2 * FEW + 1, 2 * FEW + 3)):
+        found = runs.ask(point(method="ring", **{**SMALL, "heads": n}) for n in heads)
+        assert [record.heads for record in found] == [*heads]
+    assert len(started) == 2 and [process.poll() for process in started] == [None, None]
+    del runs
+    assert [process.poll() for process in started] == [0, 0]
+
+
 def test_what_is_no_record_is_measured_once_too(tmp_path: Path) -> None:
     made = iter([{"ms": 1.5}, {"ms": 2.5}])
     runs = Runs(tmp_path / "records")
