@@ -29,6 +29,7 @@ STEP = 128
 """Block sizes are multiples of this many tokens: those of a thread block."""
 FARTHEST = 2**18
 """The largest block, in tokens."""
+HEADS, HEAD_DIM = 32, 128
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Setting:
 
     def problem(self, block: int, mask: Mask = FULL) -> Problem:
         """Attention with `block` tokens on each GPU, 32 heads of 128, in bfloat16."""
-        seqlen, layout = self.gpus * block, mask.layout("auto")
-        return Problem(n=self.gpus, seqlen=seqlen, heads=32, kv_heads=32, head_dim=128, mask=mask, layout=layout)
+        n, layout = self.gpus, mask.layout("auto")
+        return Problem(n=n, seqlen=n * block, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, mask=mask, layout=layout)
 
     @property
     def peak_flops(self) -> float | None:
@@ -75,9 +76,17 @@ class Setting:
     def least_tokens(self, mask: Mask = FULL) -> Number:
         """The least block in tokens by kernel rates, folds and latencies."""
         hop_s, latency_s = self._hop(mask)
-        blocks = range(STEP, FARTHEST, STEP)
-        short = [c for c in blocks if self._block_s(c, mask) < latency_s + c * hop_s]
-        return computed((short[-1] if short else 0) + STEP, CONDITION_BY_RATES)
+        # The device's peak rules out most blocks; the time of one by its kernel takes long to find.
+        may_be_short = [c for c in range(STEP, FARTHEST, STEP) if self._peak_s(c, mask) < latency_s + c * hop_s]
+        short = (c for c in reversed(may_be_short) if self._block_s(c, mask) < latency_s + c * hop_s)
+        return computed(next(short, 0) + STEP, CONDITION_BY_RATES)
+
+    def _peak_s(self, block: int, mask: Mask) -> float:
+        """Seconds that no kernel call for a block of a full or causal mask is below; 0.0 where the device's peak isn't
+        known.
+        """
+        pairs = block**2 if mask == FULL else block * (block - 1) / 2
+        return 4 * HEADS * HEAD_DIM * pairs / self.peak_flops if self.peak_flops else 0.0
 
     def _hop(self, mask: Mask) -> tuple[float, float]:
         """Seconds of a hop for each token of a block, and its latency in seconds."""
