@@ -41,6 +41,7 @@ from sp_bench.plan import (
     receive_next,
     reduce_next,
 )
+from sp_bench.plan.ops import Line
 
 Slices = Sequence[Chunk]
 """All head slices of one chunk."""
@@ -114,9 +115,10 @@ def pass_rounds(steps: Steps, q: Slices, kv: Slices, o: Slices) -> None:
     Each slice of the heads goes round the inner ring of its own home, on a lane of its own.
     """
     for r in range(outer(kv[0]).group.size):
-        for s in range(inner(kv[0], r).group.size):
-            _receive(steps, kv, r, s)
-            steps.do(*(Attend(q_i, inner(kv_i, r).at(s), o_i) for q_i, kv_i, o_i in zip(q, kv, o, strict=True)))
+        rings_of_kv = [inner(chunk, r) for chunk in kv]
+        for s in range(rings_of_kv[0].group.size):
+            _receive(steps, kv, rings_of_kv, r, s)
+            steps.do(*(Attend(q_i, ring.at(s), o_i) for q_i, ring, o_i in zip(q, rings_of_kv, o, strict=True)))
 
 
 def pass_rounds_backward(steps: Steps, odoq: Slices, kv: Slices, dq: Slices, dkv: Slices) -> None:
@@ -138,9 +140,9 @@ def pass_rounds_on(
     ahead, behind = lanes
     arriving = []
     for r in range(outer(moved[0]).group.size):
-        lines = [inner(chunk, r) for chunk in partial]
+        lines, of_moved = [inner(chunk, r) for chunk in partial], [inner(chunk, r) for chunk in moved]
         for s in range(lines[0].group.size):
-            _receive(steps, moved, r, s, ahead)
+            _receive(steps, moved, of_moved, r, s, ahead)
             sums = [reduce_next(line, s - 2, _lane(f"inner {behind}", i)) for i, line in enumerate(lines) if s >= 2]
             steps.do(*(hop for hop, _ in sums))
             for i, line in enumerate(lines):
@@ -156,13 +158,13 @@ def pass_rounds_on(
     steps.do(*arriving)
 
 
-def _receive(steps: Steps, moved: Slices, r: int, s: int, lane: str = "kv") -> None:
+def _receive(steps: Steps, moved: Slices, lines: Sequence[Line], r: int, s: int, lane: str = "kv") -> None:
     """Open a step: receive the inner rings' next chunks, and at a round's start the next round's first."""
     steps.next()
     if s == 0 and r + 1 < outer(moved[0]).group.size:
         steps.do(*(receive_next(outer(chunk), r, lane=f"outer {lane}") for chunk in moved))
-    if s + 1 < inner(moved[0], r).group.size:
-        steps.do(*(receive_next(inner(chunk, r), s, _lane(f"inner {lane}", i)) for i, chunk in enumerate(moved)))
+    if s + 1 < lines[0].group.size:
+        steps.do(*(receive_next(line, s, _lane(f"inner {lane}", i)) for i, line in enumerate(lines)))
 
 
 def _lane(name: str, i: int) -> str:

@@ -74,6 +74,8 @@ def volume(plan: Plan, problem: Problem) -> Volume:
     return Volume(sent)
 
 
+Pair = tuple[Group | Exchange, int]
+"""A group, and the shift of a peer in it."""
 Traffic = list[tuple[np.ndarray, np.ndarray]]
 """[(target rank, bytes sent), ...], each (n,) by sender."""
 
@@ -83,7 +85,8 @@ def traffic(plan: Plan, problem: Problem, cluster: Cluster | None = None) -> Tra
 
     The algorithms are those of the cluster's library; without a cluster, a message to each other member.
     """
-    ranks, wanted, sent, collectives = np.arange(problem.n), demand(plan, problem), {}, Counter[Collective]()
+    ranks, wanted = np.arange(problem.n), demand(plan, problem)
+    sent, collectives = dict[Pair, np.ndarray](), Counter[Collective]()
     # A plan has thousands of operations, of few kinds: those to the same peers, of one tensor, in chunks of one size.
     alike = dict[tuple[Group | Exchange, int, Tensor] | int, list[int]]()
     for index, op in plan:
@@ -93,27 +96,29 @@ def traffic(plan: Plan, problem: Problem, cluster: Cluster | None = None) -> Tra
             alike.setdefault((op.group, op.shift, op.send.tensor), []).append(index)
         elif isinstance(op, Transfer):
             alike[index] = [index]
+    by_flow = Traffic()
+    for op, times in collectives.items():
+        assert cluster
+        sizes = [sum(each.values()) for each in messages(op, problem, ranks)]
+        total = sum(sizes) + np.zeros(problem.n, np.int64)
+        way = cluster.algorithm(op, problem, int(total.max()))
+        if way is None:
+            for pair, size in zip(peers(op), sizes, strict=True):
+                _add(sent, pair, times * size, problem.n)
+        else:
+            by_flow += [(flow.target, times * (flow.share * total)) for flow in way.flows]
     for same in alike.values():
         index, op = same[0], plan.ops[same[0]]
         assert isinstance(op, Transfer)
-        for (group, shift), sizes in zip(peers(op), messages(op, problem, ranks, wanted.get(index)), strict=True):
-            total = sent.setdefault((group, shift), np.zeros(problem.n, np.int64))
-            total += len(same) * sum(sizes.values())
-    entries = [(group.member(ranks, shift), total) for (group, shift), total in sent.items()]
-    for op, times in collectives.items():
-        assert cluster
-        entries += [(target, times * size) for target, size in _by_algorithm(op, problem, cluster)]
-    return entries
+        for pair, sizes in zip(peers(op), messages(op, problem, ranks, wanted.get(index)), strict=True):
+            _add(sent, pair, len(same) * sum(sizes.values()), problem.n)
+    return [*((group.member(ranks, shift), total) for (group, shift), total in sent.items()), *by_flow]
 
 
-def _by_algorithm(op: Collective, problem: Problem, cluster: Cluster) -> Traffic:
-    ranks = np.arange(problem.n)
-    each = [sum(sizes.values()) + np.zeros(problem.n, np.int64) for sizes in messages(op, problem, ranks)]
-    total = sum(each, np.zeros(problem.n, np.int64))
-    way = cluster.algorithm(op, problem, int(total.max()))
-    if way is None:
-        return [(group.member(ranks, shift), size) for (group, shift), size in zip(peers(op), each, strict=True)]
-    return [(flow.target, flow.share * total) for flow in way.flows]
+def _add(sent: dict[Pair, np.ndarray], pair: Pair, size: np.ndarray | int, n: int) -> None:
+    """Add bytes, (n,) or the same of every rank, to those of a pair."""
+    total = sent.setdefault(pair, np.zeros(n, np.int64))
+    total += size
 
 
 def sent_across_nodes(
