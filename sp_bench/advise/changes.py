@@ -18,6 +18,8 @@ from sp_bench.reading import Tokens, read
 
 TRIED = 3
 """How many of the fastest methods are asked again, beside those that tie with the first."""
+ALIKE = 1e-8
+"""A step is shorter than another by more than this part of it: bounds and simulated times are rounded."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,11 @@ def changes(
 
 
 def to_each(questions: Sequence[Question], asked: Callable[..., list[Answer]]) -> list[Answer]:
-    """The answers to questions about the same methods. The first one's step ends others that take longer."""
+    """The answers to questions about the same methods. The first one's step ends others that take as long or longer,
+    as another method's plans of the same transfers do.
+    """
     firsts = asked([question._replace(methods=question.methods[:1]) for question in questions])
-    limits_ms = [then.feasible[0].time.step_ms if then.feasible else math.inf for then in firsts]
+    limits_ms = [(1 - ALIKE) * then.feasible[0].time.step_ms if then.feasible else math.inf for then in firsts]
     if len(questions[0].methods) == 1:
         return firsts
     others = asked([question._replace(methods=question.methods[1:]) for question in questions], limit_ms=limits_ms)
