@@ -18,7 +18,7 @@ from sp_bench.point import Request, resolve
 from sp_bench.point.choose import TooSlowError
 from sp_bench.point.collection import uncollected
 from sp_bench.point.given import Given
-from sp_bench.point.method_bounds import least_computed_s, least_s
+from sp_bench.point.method_bounds import least_computed_s
 from sp_bench.point.simulated import simulate_point
 from sp_bench.records import Record
 from sp_bench.records.interval import Interval, interval
@@ -33,9 +33,9 @@ ALL_SIMULATED = 64
 """GPUs up to which all methods are simulated: it takes seconds."""
 HOPELESS = 1.5
 """How many times as long as a step another may take, at least, so that it isn't simulated."""
-AT_FIRST = 4
+AT_FIRST = 3
 """Methods that are simulated whatever their bounds, those with the lowest ones: their steps rule others out. Methods
-whose blocks no bound is known of are not waited for: it takes longest to simulate them, and their bounds are low."""
+whose blocks no bound is known of are not waited for: it takes longest to simulate them."""
 PAD_HEADS = "method.pad_heads"
 """The one option of methods that a question may set: for all that have it."""
 
@@ -121,34 +121,34 @@ def answer(
     Raises RequestError for a question that no method can serve, and for unknown keys.
     """
     of = partial(answers, memory_bytes=memory_bytes, mapped=mapped, done=done)
-    answered = _worth_simulating(question, every, of, mapped, done)
+    answered = _worth_simulating(question, every, of, done)
     if not answered.feasible:
         reasons = list(answered.refused.values())
         raise RequestError(" ".join(question.overrides), "no method can serve it", f"the first says: {reasons[0]}")
     return answered
 
 
-def _worth_simulating(
-    question: Question, every: bool, answered: Callable[..., list[Answer]], mapped: Map, done: Show
-) -> Answer:
+def _worth_simulating(question: Question, every: bool, answered: Callable[..., list[Answer]], done: Show) -> Answer:
     """The answer of the methods that are worth simulating."""
 
     def of(names: Sequence[str], limit_ms: float = math.inf) -> Answer:
         (answer,) = answered([question._replace(methods=names)], limit_ms=limit_ms)
         return answer
 
-    least = {} if every else _least_of_each(question, mapped, done)
-    if not least:
+    least_ms = {} if every else _least_of_each(question, done)
+    if not least_ms:
         return of(question.methods)
-    least_ms = {name: bound.ms for name, bound in least.items()}
     names = sorted(question.methods, key=lambda name: least_ms.get(name, math.inf))
-    at_first = [name for name in names[:AT_FIRST] if name in least and least[name].of_blocks] or names[:AT_FIRST]
+    at_first = [name for name in names if least_ms.get(name)][:AT_FIRST] or names[:AT_FIRST]
     advised, others = of(at_first), [name for name in names if name not in at_first]
     firsts = [some[0].time for some in (advised.tied, advised.tied_validated) if some]
     limit_ms = HOPELESS * max((time.high_ms or time.step_ms for time in firsts), default=math.inf)
     advised.hopeless = {name: least_ms[name] for name in others if least_ms.get(name, 0.0) > limit_ms}
-    # Slow methods have most to simulate: they go first, so that no process waits for the last of them.
-    if hopeful := [name for name in reversed(others) if name not in advised.hopeless]:
+    # Methods that take longest to simulate go first, so that no process waits for the last of them: those without a
+    # bound, then the slow ones.
+    others.reverse()
+    others.sort(key=lambda name: least_ms.get(name) != 0.0)
+    if hopeful := [name for name in others if name not in advised.hopeless]:
         rest = of(hopeful, limit_ms)
         advised.refused |= rest.refused
         advised.hopeless |= rest.hopeless
@@ -156,20 +156,24 @@ def _worth_simulating(
     return advised
 
 
-def _least_of_each(question: Question, mapped: Map, done: Show) -> dict[str, Least]:
-    """A first lower bound on the step of each method that can serve it; empty where it isn't worth its time."""
+def _least_of_each(question: Question, done: Show) -> dict[str, float]:
+    """The least milliseconds that the blocks of each method take that can serve it, 0.0 where that isn't known before
+    it is planned; empty where it isn't worth its time.
+    """
     with Composer() as composer:
         names = [name for name in of_workload(composer, question.overrides) if name in question.methods]
         first = composed(composer, question.overrides, names[0]) if names else None
         if first is None or decodes(first) or Given.of(first).values.gpus <= ALL_SIMULATED:
             return {}
-        configs = [first, *(composed(composer, question.overrides, name) for name in names[1:])]
-    bounds = dict[str, Least]()
-    for number, (name, least) in enumerate(zip(names, mapped(_least, configs), strict=True), start=1):
-        if least is not None:
-            bounds[name] = least
-            done(Done(name, number, len(names), least_ms=least.ms))
-    return bounds
+        configs = (first, *(composed(composer, question.overrides, name) for name in names[1:]))
+    least_ms = dict[str, float]()
+    for number, (name, config) in enumerate(zip(names, configs, strict=True), start=1):
+        try:
+            least_ms[name] = 1e3 * least_computed_s(_request(config))
+        except RequestError:
+            continue
+        done(Done(name, number, len(names), least_ms=least_ms[name] or None))
+    return least_ms
 
 
 def answers(
@@ -242,25 +246,6 @@ def _request(config: Mapping[str, Any]) -> Request:
     decoding = {"workload": DECODE, "model": {**config["model"], "name": NONE}}  # the attention of one layer
     asked = decoding if decodes(config) else {"workload": "attention"}
     return resolve({**config, "mode": "simulate", **asked, "trace": 0})
-
-
-class Least(NamedTuple):
-    """A lower bound on a method's step."""
-
-    ms: float
-    of_blocks: bool
-    """Whether it is what blocks take; else what links carry, which says little of methods that compute more."""
-
-
-@uncollected()
-def _least(config: Mapping[str, Any]) -> Least | None:
-    """The least that a method's blocks take or, if these depend on its plans, its links; None if it can't run."""
-    try:
-        request = _request(config)
-        of_blocks_s = least_computed_s(request)
-        return Least(1e3 * (of_blocks_s or least_s(request)), of_blocks_s > 0)
-    except RequestError:
-        return None
 
 
 @uncollected()

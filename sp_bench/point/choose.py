@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from sp_bench.plan.method import CollectiveMethod, Method
 from sp_bench.plan.ops import Fused, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.point.collection import uncollected
+from sp_bench.point.lazy_plans import LazyPlans
 from sp_bench.point.request import Request
 from sp_bench.point.variant_bounds import by_bound
 from sp_bench.simulate import LongerError, Run, exactly, simulate
@@ -35,7 +36,7 @@ class Choice:
     method: Method
     problem: Problem
     """The problem in the variant's layout."""
-    plans: dict[str, Plan]
+    plans: Mapping[str, Plan]
     runs: dict[str, Run]
     candidates: list[dict[str, Any]] | None
     """All variants with their simulated times or bounds; None if there is only one."""
@@ -143,7 +144,7 @@ def _fastest(request: Request, planned: Sequence[Choice], most_s: float = math.i
     rows: dict[int, dict[str, Any]] = {}
     looked_at = set[tuple[float, int]]()
     refused: RequestError | None = None
-    bounded = [(one.problem, one.plans) for one in planned]
+    bounded = [(one.method, one.problem, one.plans) for one in planned]
     for bound_s, i in by_bound(asked.cluster, bounded, timed, estimates=not request.every_variant, most_s=most_s):
         if bound_s > most_s and not rows:
             raise TooSlowError(bound_s)
@@ -264,9 +265,9 @@ def _step_s(request: Request, choice: Choice, attention: int) -> float:
 
 
 def variants(request: Request, methods: Sequence[Method], layouts: Sequence[Layout] | None = None) -> Sequence[Choice]:
-    """The variants of methods that the request's options stand for, planned, under which every rank has work.
+    """The variants of methods that the request's options stand for, under which every rank has work.
 
-    They are in those of the `layouts`, or in every one that the request's method may have.
+    They are in those of the `layouts`, or in every one that the request's method may have. Plans are LazyPlans.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
     return _working(request.method, [_plan(*each, request) for each in unplanned(request, methods, layouts)])
@@ -379,7 +380,7 @@ def _all_compute(choice: Choice) -> bool:
     return all(account.pairs(plan, choice.problem).all() for plan in choice.plans.values())
 
 
-def plans_of(request: Request) -> dict[str, Plan]:
+def plans_of(request: Request) -> Mapping[str, Plan]:
     """The plans of a request's method as it is asked for; of several variants the first."""
     assert isinstance(request.method, Method), "a peer has no plans"
     problem = replace(request.problem, layout=_layouts(request.method, [request.problem])[0])
@@ -390,8 +391,7 @@ def plans_of(request: Request) -> dict[str, Plan]:
 def _plan(method: Method, problem: Problem, request: Request) -> Choice:
     problem = method.assigned(problem)
     costs = costs_for(request, problem)
-    plans = {phase: method.plan(problem, phase, costs) for phase in request.plan_phases}
-    return Choice(method, problem, plans, {}, None)
+    return Choice(method, problem, LazyPlans(request.plan_phases, lambda p: method.plan(problem, p, costs)), {}, None)
 
 
 def costs_for(request: Request, problem: Problem) -> CostProfile:

@@ -1,35 +1,17 @@
-"""Lower bounds on the step of a method's fastest variant: nothing is simulated."""
+"""A lower bound on the step of a method's fastest variant: nothing is planned."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from sp_bench.plan.method import Method
 from sp_bench.plan.problem import Problem
-from sp_bench.point.choose import unplanned, variants
+from sp_bench.point.choose import unplanned
 from sp_bench.point.request import Request
-from sp_bench.point.variant_bounds import blocks_s, sent_s
-
-
-def least_s(request: Request) -> float:
-    """A lower bound in seconds on the step of a request's fastest variant, by what links carry and blocks take: nothing
-    is simulated.
-
-    Raises RequestError if the method can't serve it.
-    """
-    assert isinstance(request.method, Method), "a peer has no plans to choose among"
-    asked = replace(request, cluster=request.cluster.even)
-    return min(
-        sum(
-            max(sent_s(plan, one.problem, asked.cluster), blocks_s(one.method, one.problem, phase, asked.cluster))
-            for phase, plan in one.plans.items()
-        )
-        for one in variants(asked, [request.method])
-    )
+from sp_bench.point.variant_bounds import blocks_s
 
 
 def least_computed_s(request: Request) -> float:
-    """The same by what blocks take: nothing is planned, either. 0.0 for methods that `blocks_s` knows nothing of.
+    """A lower bound in seconds on the step of a request's fastest variant, by what blocks take: nothing is planned. 0.0
+    for methods that `blocks_s` knows nothing of.
 
     Raises RequestError if the method can't serve it.
     """

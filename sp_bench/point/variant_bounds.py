@@ -28,7 +28,7 @@ MOST_LOOKED_AT = 256
 
 def by_bound(
     cluster: Cluster,
-    variants: Sequence[tuple[Problem, Mapping[str, Plan]]],
+    variants: Sequence[tuple[Method, Problem, Mapping[str, Plan]]],
     timed: Sequence[tuple[float, int]],
     *,
     estimates: bool,
@@ -37,24 +37,42 @@ def by_bound(
     """Lower bounds in seconds on the time of variants, each the plans of its phases, with their indices, the lowest
     first.
 
-    What ranks compute is part of a bound only where the rest of it is below `most_s` and all times that are known by
-    then, `timed`; and so is, of many ranks, what takes all of them longer to find: the step without contention, and
-    what simulating one of each kind says (simulate.uncontended_s, simulate.least_s), if `estimates` are wanted.
+    The first bounds are closed forms of what blocks take, for which nothing is planned (`blocks_s`), if `estimates` are
+    wanted. Only where the bound so far is below `most_s` and all times that are known by then, `timed`, what the plans
+    send is part of it, then what ranks compute; and then, of many ranks, what takes all of them longer to find: the
+    step without contention, and what simulating one of each kind says (simulate.uncontended_s, simulate.least_s), if
+    `estimates` are wanted.
     """
-    by_phase = [{phase: sent_s(plan, problem, cluster) for phase, plan in plans.items()} for problem, plans in variants]
+    refined = len(variants) > 1 or most_s < math.inf
+    by_phase = _first_bounds(cluster, variants, estimates=refined and estimates)
     waiting = [(sum(bounds_s.values()), i) for i, bounds_s in enumerate(by_phase)]
     heapify(waiting)
-    refined = len(variants) > 1 or most_s < math.inf
-    left = [_refinements(problem.n, estimates) if refined else [] for problem, _ in variants]
+    left = [[sent_s, *(_refinements(problem.n, estimates) if refined else [])] for _, problem, _ in variants]
     while waiting:
         bound_s, i = heappop(waiting)
-        if not left[i] or bound_s > most_s or bound_s >= min(timed, default=(math.inf,))[0]:
+        ruled_out = bound_s > most_s or bound_s >= min(timed, default=(math.inf,))[0]
+        if not left[i] or (ruled_out and (estimates or sent_s not in left[i])):
             yield bound_s, i
             continue
-        refined_s, (problem, plans) = left[i].pop(0), variants[i]
+        refined_s, (_, problem, plans) = left[i].pop(0), variants[i]
         for phase, known_s in by_phase[i].items():
             by_phase[i][phase] = max(known_s, refined_s(plans[phase], problem, cluster))
         heappush(waiting, (sum(by_phase[i].values()), i))
+
+
+def _first_bounds(
+    cluster: Cluster, variants: Sequence[tuple[Method, Problem, Mapping[str, Plan]]], *, estimates: bool
+) -> list[dict[str, float]]:
+    """Lower bounds in seconds on each variant's phases for which nothing is planned; 0.0 without `estimates`."""
+    known = dict[tuple[Problem, bool, str], float]()
+
+    def bound_s(method: Method, problem: Problem, phase: str) -> float:
+        key = problem, method.fuse, phase
+        if key not in known:
+            known[key] = (1 - ROUNDING) * blocks_s(method, problem, phase, cluster) if estimates else 0.0
+        return known[key]
+
+    return [{phase: bound_s(method, problem, phase) for phase in plans} for method, problem, plans in variants]
 
 
 def blocks_s(method: Method, problem: Problem, phase: str, cluster: Cluster) -> float:
