@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -246,7 +247,8 @@ def _composed(one: Point) -> Mapping[str, Any]:
 
 
 def main() -> None:
-    """Answer the points of the input until it ends."""
+    """Answer the points of the input until it ends, or at once on Ctrl-C, which a notebook's kernel ends with, too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         record = record_of(tuple(json.loads(line)), Path(sys.argv[1]))
