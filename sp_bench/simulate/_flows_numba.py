@@ -48,9 +48,10 @@ def compiled_run() -> Callable[..., None]:
     from numba.extending import register_jitable
 
     # A call copies every array of the tuples it passes, which takes longer than what most of these functions do.
+    # Nothing is allocated: without numba's runtime (_nrt) no references to arrays are counted, which takes as long again.
     for function in _CALLED_BY_RUN:
-        register_jitable(forceinline=True)(function)
-    return numba.njit(cache=True)(run)
+        register_jitable(forceinline=True, _nrt=False)(function)
+    return numba.njit(cache=True, _nrt=False)(run)
 
 
 class Graph(NamedTuple):
@@ -66,7 +67,7 @@ class Graph(NamedTuple):
     dep_tasks: Ints
     next_start: Ints
     next_tasks: Ints
-    """The followers of each task, to be filled in."""
+    """The followers of each task, both to be filled in; at first zeros."""
     link_bytes_per_s: Floats
     link_seat_start: Ints
     same_instant: Floats
@@ -135,9 +136,10 @@ class Heaps(NamedTuple):
     size: Ints
 
 
-def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held: Heaps, dirty: Heaps) -> None:
+def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held: Heaps, dirty: Heaps) -> bool:
     """Fill in start_s and finish_s; tasks on or behind a cycle, and those that end after most_s, keep NaN.
 
+    Returns False, with all state unusable, as soon as a link has more flows at once than seats; True at the end.
     An event is the end of a task's delay (its number) or the next end of a flow that a link holds (the number of tasks
     plus the link's). `held` has a heap for each link: the flows it holds, by the clock reading at which they end.
     `dirty` are the links whose level may have changed.
@@ -150,7 +152,7 @@ def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held:
     while events.size[0] > 0:
         now = events.key[0]
         if now > g.most_s[0]:
-            return
+            return True
         latest = max(now * (1.0 + g.same_instant[0]), now + g.same_instant[1])
         n_joined = 0
         while events.size[0] > 0 and events.key[0] <= latest:
@@ -163,15 +165,21 @@ def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held:
             else:
                 _remove(events, 0, item)
                 if g.flow_bytes[item] > 0.0:
-                    _join(g, links, seats, dirty, item)
+                    if not _join(g, links, seats, dirty, item):
+                        return False
                     tasks.joined[n_joined] = item
                     n_joined += 1
                 else:
                     _finish(g, tasks, events, item, now)
         _fill(g, tasks, links, seats, events, held, dirty, n_joined, now)
+    return True
 
 
 def _find_followers(g: Graph, tasks: Tasks) -> None:
+    for i in range(len(g.dep_tasks)):
+        g.next_start[g.dep_tasks[i] + 1] += 1
+    for task in range(len(g.delay_s)):
+        g.next_start[task + 1] += g.next_start[task]
     for task in range(len(g.delay_s)):
         for i in range(g.dep_start[task], g.dep_start[task + 1]):
             before = g.dep_tasks[i]
@@ -193,11 +201,14 @@ def _finish(g: Graph, tasks: Tasks, events: Heaps, task: int, now: float) -> Non
             _start(g, tasks, events, follower, now)
 
 
-def _join(g: Graph, links: Links, seats: Seats, dirty: Heaps, flow: int) -> None:
+def _join(g: Graph, links: Links, seats: Seats, dirty: Heaps, flow: int) -> bool:
+    """Seat a flow on its links; False if one of them has no seat left."""
     width = seats.width[0]
     for hop in range(g.path_start[flow], g.path_start[flow + 1]):
         link = g.path_links[hop]
         seat = g.link_seat_start[link] + links.taken[link]
+        if seat == g.link_seat_start[link + 1]:
+            return False
         seats.hop[seat] = hop
         seats.of_hop[hop] = seat
         seats.load[seat] = g.hop_load[hop]
@@ -211,6 +222,7 @@ def _join(g: Graph, links: Links, seats: Seats, dirty: Heaps, flow: int) -> None
             seats.others[padding] = len(g.link_bytes_per_s)
         links.taken[link] += 1
         _mark_dirty(links, dirty, link)
+    return True
 
 
 def _leave(

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -35,6 +36,11 @@ Solver = Literal["auto", "numba", "python"]
 Floats = NDArray[np.float64]
 ROW = ("C", "A", "W")
 """Read-only or strided arrays would each make numba compile another version of the kernel."""
+AT_ONCE = 64
+"""Flows that may be on a link at once at first: solving begins again, with memory for all of a link's flows, where
+they are more."""
+COUNTED_AT_ONCE = 2**20
+"""Ids that are counted at once: a count takes eight bytes for each."""
 SAME_INSTANT, ABOUT_AN_INSTANT, MANY_FLOWS = 1e-12, 1e-6, 100_000
 """Events closer than this, relative to the time since the start, share one solve of the rates; with many flows, whose
 events lie closer together than that matters, a millionth of the time and of a lower bound on the makespan."""
@@ -53,14 +59,14 @@ class TaskGraph:
     """[T] Seconds from ready to done for a pure delay, from ready to joining the links (latency) for a flow."""
     flow_bytes: Floats
     """[T] Bytes to move. 0 makes the task a pure delay."""
-    path_start: NDArray[np.int64]
+    path_start: NDArray[np.int32]
     """[T+1] Where each task's links begin in path_links; the last entry is the length of path_links."""
     path_links: NDArray[np.int32]
     """Task t crosses the links path_links[path_start[t]:path_start[t+1]]."""
     path_loads: Floats
     """As path_links: what each byte takes of that link, positive, and 1 for a link that carries it once. What loads one
     link should do so within a factor of 1e9, beyond which rounding shows."""
-    dep_start: NDArray[np.int64]
+    dep_start: NDArray[np.int32]
     """[T+1] Where each task's predecessors begin in dep_tasks; the last entry is the length of dep_tasks."""
     dep_tasks: NDArray[np.int32]
     """Task t waits for the tasks dep_tasks[dep_start[t]:dep_start[t+1]]; duplicates do no harm."""
@@ -72,10 +78,12 @@ class TaskGraph:
     """[L] Positive and finite."""
 
     def __post_init__(self) -> None:
-        for name in ("delay_s", "flow_bytes", "path_loads", "rate_cap", "link_bytes_per_s"):
+        for name in ("delay_s", "flow_bytes", "path_loads", "link_bytes_per_s"):
             object.__setattr__(self, name, _as_array(name, getattr(self, name), np.float64))
-        # Most often all weights are 1, an array without memory of its own.
-        object.__setattr__(self, "weight", _checked("weight", self.weight, np.float64).astype(np.float64, copy=False))
+        # Most often all weights are 1 and no rate has a cap: arrays without memory of their own.
+        for name in ("rate_cap", "weight"):
+            value = _checked(name, getattr(self, name), np.float64).astype(np.float64, copy=False)
+            object.__setattr__(self, name, value)
         tasks = self.delay_s.size
         for name in ("flow_bytes", "rate_cap", "weight"):
             _check_size(name, getattr(self, name), tasks)
@@ -100,7 +108,7 @@ class TaskGraph:
 
     def _set_lists(self, start_name: str, ids_name: str, tasks: int, ids: int) -> None:
         """Check and store one list of ids below `ids` for each task (a CSR pair)."""
-        starts = _as_array(start_name, getattr(self, start_name), np.int64)
+        starts = _as_array(start_name, getattr(self, start_name), np.int32)
         members = _checked(ids_name, getattr(self, ids_name), np.int32)
         _check_size(start_name, starts, tasks + 1)
         _check_all(start_name, starts, np.diff(starts, prepend=0) >= 0, "must not decrease, from 0 on")
@@ -143,19 +151,26 @@ def solve(graph: TaskGraph, solver: Solver = "auto", *, least_s: float = 0.0, mo
     """
     if solver not in ("auto", "numba", "python"):
         raise ValueError(f"solver is {solver!r}: must be 'auto', 'numba' or 'python'")
-    arguments = _kernel_arguments(graph, least_s, most_s)
-    if solver == "numba" or (solver == "auto" and kernel.has_numba()):
-        kernel.compiled_run()(*arguments)
-    else:
-        # Indexing a list is several times faster than indexing an array, and the functions only index.
-        arguments = tuple(type(fields)(*(array.tolist() for array in fields)) for fields in arguments)
-        kernel.run(*arguments)
-    tasks, events = arguments[1], arguments[4]
+    compiled = solver == "numba" or (solver == "auto" and kernel.has_numba())
+    run = partial(_run, graph, least_s, most_s, compiled=compiled)
+    tasks, events = run(AT_ONCE) or run(graph.delay_s.size)
     if events.size[0]:
         raise LongerError(most_s)
     timing = Timing(start_s=np.asarray(tasks.start_s), finish_s=np.asarray(tasks.finish_s))
     _check_complete(timing)
     return timing
+
+
+def _run(
+    graph: TaskGraph, least_s: float, most_s: float, at_once: int, *, compiled: bool
+) -> tuple[kernel.Tasks, kernel.Heaps] | None:
+    """The tasks and the events that are left; None if a link has more flows than `at_once` together."""
+    arguments = _kernel_arguments(graph, least_s, most_s, at_once)
+    if not compiled:
+        # Indexing a list is several times faster than indexing an array, and the functions only index.
+        arguments = tuple(type(fields)(*(array.tolist() for array in fields)) for fields in arguments)
+    is_solved = (kernel.compiled_run() if compiled else kernel.run)(*arguments)
+    return (arguments[1], arguments[4]) if is_solved else None
 
 
 def is_compiled() -> bool:
@@ -206,12 +221,16 @@ def _same_instant(graph: TaskGraph, least_s: float) -> Floats:
     return ABOUT_AN_INSTANT * np.array([1.0, max(least_s, float(busy_s.max(initial=0.0)))])
 
 
-def _kernel_arguments(graph: TaskGraph, least_s: float, most_s: float) -> tuple[Any, ...]:
-    """The kernel's arrays. Of ids and counts, of which there may be tens of millions, they have the smaller type."""
+def _kernel_arguments(graph: TaskGraph, least_s: float, most_s: float, at_once: int) -> tuple[Any, ...]:
+    """The kernel's arrays, with seats for `at_once` flows on each link.
+
+    Of ids and counts, of which there may be tens of millions, they have the smaller type.
+    """
     tasks = graph.delay_s.size
-    hop_task, path_links, hop_load, link_bytes_per_s = _hops(graph)
+    path_start, hop_task, path_links, hop_load, link_bytes_per_s = _hops(graph)
     links, hops = link_bytes_per_s.size, hop_task.size
-    path_start, link_seat_start = _starts(hop_task, tasks), _starts(path_links, links)
+    link_seat_start = _starts(np.minimum(_counts(path_links, links), at_once))
+    seats_of_all = int(link_seat_start[-1])
     # At least 1, so that every seat has another link to look at.
     width = max(int(np.diff(path_start).max(initial=0)) - 1, 1)
     constants = kernel.Graph(
@@ -223,7 +242,7 @@ def _kernel_arguments(graph: TaskGraph, least_s: float, most_s: float) -> tuple[
         hop_task=hop_task,
         dep_start=graph.dep_start,
         dep_tasks=graph.dep_tasks,
-        next_start=_starts(graph.dep_tasks, tasks),
+        next_start=np.zeros(tasks + 1, np.int32),
         next_tasks=np.empty(graph.dep_tasks.size, np.int32),
         link_bytes_per_s=link_bytes_per_s,
         link_seat_start=link_seat_start,
@@ -233,7 +252,7 @@ def _kernel_arguments(graph: TaskGraph, least_s: float, most_s: float) -> tuple[
     task_state = kernel.Tasks(
         start_s=np.full(tasks, np.nan),
         finish_s=np.full(tasks, np.nan),
-        awaited=np.diff(graph.dep_start).astype(np.int32),
+        awaited=np.diff(graph.dep_start),
         holder=np.full(tasks, -1, np.int32),
         joined=np.zeros(tasks, np.int32),
     )
@@ -252,15 +271,15 @@ def _kernel_arguments(graph: TaskGraph, least_s: float, most_s: float) -> tuple[
         read_s=np.zeros(links),
         pace=level.copy(),
     )
-    # Of what is zero, only what is used takes memory: there are few flows at once, and few events.
     seats = kernel.Seats(
-        hop=np.zeros(hops, np.int32),
-        load=np.zeros(hops),
-        others=np.zeros(hops * width, np.uint32),  # unsigned, so that numba skips its check for negative indices
-        is_held=np.zeros(hops, np.bool_),
+        hop=np.zeros(seats_of_all, np.int32),
+        load=np.zeros(seats_of_all),
+        others=np.zeros(seats_of_all * width, np.uint32),  # unsigned: numba skips its check for negative indices
+        is_held=np.zeros(seats_of_all, np.bool_),
         of_hop=np.zeros(hops, np.int32),
         width=np.array([width]),
     )
+    # Of what is zero, only what is used takes memory: there are few events.
     events, dirty = (_empty_heaps(items, np.array([0, items], np.int32)) for items in (tasks + links, links))
     # No task is an event and held at once, so that it has one place, in the heap that has it.
     held = _empty_heaps(0, link_seat_start)._replace(place=events.place)
@@ -271,8 +290,9 @@ def _all_ones(values: Floats) -> bool:
     return bool(values.min(initial=1.0) == values.max(initial=1.0) == 1.0)
 
 
-def _hops(graph: TaskGraph) -> tuple[NDArray[np.int32], NDArray[np.int32], Floats, Floats]:
-    """(task, link, load) of each hop, by task and each link once in a path, and the rates of all links.
+def _hops(graph: TaskGraph) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], Floats, Floats]:
+    """Where each task's hops begin, (task, link, load) of each hop, by task and each link once in a path, and the rates
+    of all links.
 
     A flow of weight w is one of weight 1 that has 1/w of the bytes, each of which loads links w times. A cap is a link
     that no other flow crosses.
@@ -280,23 +300,40 @@ def _hops(graph: TaskGraph) -> tuple[NDArray[np.int32], NDArray[np.int32], Float
     hop_count, links = np.diff(graph.path_start), graph.link_bytes_per_s.size
     capped = np.flatnonzero((graph.flow_bytes > 0) & np.isfinite(graph.rate_cap))
     rates = np.concatenate([graph.link_bytes_per_s, (graph.rate_cap / graph.weight)[capped]])
-    task = np.concatenate([np.repeat(np.arange(hop_count.size), hop_count), capped]).astype(np.int32)
-    link = np.concatenate([graph.path_links, links + np.arange(capped.size)]).astype(np.int32)
-    loads = graph.path_loads if _all_ones(graph.weight) else graph.path_loads * np.repeat(graph.weight, hop_count)
-    load, ids = np.concatenate([loads, np.ones(capped.size)]), task.astype(np.int64) * rates.size + link
+    start, link, load = graph.path_start, graph.path_links, graph.path_loads
+    if not _all_ones(graph.weight):
+        load = load * np.repeat(graph.weight, hop_count)
+    if capped.size:  # at the end of each path, where the largest number stands
+        ends = graph.path_start[capped + 1]
+        link, load = np.insert(link, ends, links + np.arange(capped.size)), np.insert(load, ends, 1.0)
+        hop_count[capped] += 1
+        start = _starts(hop_count)
+    task = np.repeat(np.arange(hop_count.size, dtype=np.int32), hop_count)
+    if np.all((link[1:] > link[:-1]) | (task[1:] != task[:-1])):
+        return start, task, link, load, rates
+    ids = task.astype(np.int64) * rates.size + link
     order = np.argsort(ids, kind="stable")  # they are almost in order
     task, link, load, ids = task[order], link[order], load[order], ids[order]
     first = np.concatenate([np.ones(min(ids.size, 1), bool), ids[1:] != ids[:-1]])
     if not first.all():
         load = np.bincount(np.cumsum(first) - 1, load).astype(np.float64)
         task, link = task[first], link[first]
-    return task, link, load, rates
+    return _starts(_counts(task, hop_count.size)), task, link, load, rates
 
 
-def _starts(ids: NDArray[Any], count: int) -> NDArray[np.int32]:
-    starts = np.zeros(count + 1, np.int32)
-    np.cumsum(np.bincount(ids, minlength=count), out=starts[1:])
+def _starts(counts: NDArray[Any]) -> NDArray[np.int32]:
+    """Where each one's entries begin if it has so many of them, and where the last one's end."""
+    starts = np.zeros(counts.size + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
     return starts
+
+
+def _counts(ids: NDArray[Any], count: int) -> NDArray[np.int64]:
+    """How often each id below `count` is there."""
+    counts = np.zeros(count, np.int64)
+    for first in range(0, ids.size, COUNTED_AT_ONCE):
+        counts += np.bincount(ids[first : first + COUNTED_AT_ONCE], minlength=count)
+    return counts
 
 
 def _empty_heaps(items: int, starts: NDArray[np.int32]) -> kernel.Heaps:

@@ -99,7 +99,7 @@ class Rows:
         self.delays.append(self._each(delay_s))
         self.sizes.append(sizes)
         self.crossed.append(self._crossed(path, sizes) if path else self.none)
-        self.caps.append(path.rate_cap if path else self.uncapped)
+        self.caps.append(path.rate_cap if path and np.isfinite(path.rate_cap).any() else self.uncapped)
         self.weights.append(self._each(weight))
         self.deps.append(deps)
         return Tasks(len(self.delays) - 1)
@@ -164,20 +164,21 @@ class Rows:
         return TaskGraph(
             delay_s=np.concatenate(self.delays),
             flow_bytes=np.concatenate(self.sizes),
-            path_start=np.concatenate(([0], np.cumsum(np.concatenate([each.hops for each in self.crossed])))),
+            path_start=_starts([each.hops for each in self.crossed]),
             path_links=np.concatenate([each.links for each in self.crossed]),
             path_loads=np.concatenate([each.loads for each in self.crossed]),
-            dep_start=np.concatenate(([0], np.cumsum(np.repeat([len(deps) for deps in self.deps], self.n)))),
+            dep_start=_starts([np.repeat(np.array([len(deps) for deps in self.deps], np.int32), self.n)]),
             dep_tasks=self._predecessors(),
-            rate_cap=np.concatenate(self.caps),
-            weight=self._all_weights(),
+            rate_cap=self._together(self.caps, self.uncapped),
+            weight=self._together(self.weights, self.ones),
             link_bytes_per_s=self._link_bytes_per_s(cores),
         )
 
-    def _all_weights(self) -> np.ndarray:
-        if all(weights is self.ones for weights in self.weights):
-            return np.broadcast_to(1.0, self.n * len(self.weights))
-        return np.concatenate(self.weights)
+    def _together(self, rows: list[np.ndarray], usual: np.ndarray) -> np.ndarray:
+        """The values of all rows; an array without memory of its own where all of them are the usual ones."""
+        if all(row is usual for row in rows):
+            return np.broadcast_to(usual[:1], self.n * len(rows))
+        return np.concatenate(rows)
 
     def _predecessors(self) -> np.ndarray:
         """The predecessors of every task, one after the other."""
@@ -199,3 +200,12 @@ class Rows:
 def _by_task(links: np.ndarray, loads: np.ndarray) -> Crossed:
     loaded = loads > 0
     return Crossed(loaded.sum(axis=1), links[loaded], loads[loaded])
+
+
+def _starts(counts: Sequence[np.ndarray]) -> np.ndarray:
+    """Where each task's links or predecessors begin, of which it has so many, and where the last one's end."""
+    starts = np.zeros(sum(each.size for each in counts) + 1, np.int32)
+    if counts:
+        np.concatenate(counts, out=starts[1:], casting="same_kind")
+        np.cumsum(starts, out=starts)
+    return starts

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,43 @@ def test_both_engines_give_the_same_bits() -> None:
         python, numba = solve(graph, "python"), solve(graph, "numba")
         np.testing.assert_array_equal(python.finish_s, numba.finish_s)
         np.testing.assert_array_equal(python.start_s, numba.start_s)
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
+def test_the_compiled_solver_counts_no_references() -> None:
+    """Each count is an atomic instruction, and together they would take longer than all that is solved."""
+    solve(TaskGraph(**VALID), "numba")
+    folder = Path(vars(kernel.compiled_run())["_cache"].cache_path)
+    compiled = max(folder.glob("_flows_numba.run-*.nbc"), key=lambda path: path.stat().st_mtime).read_bytes()
+    assert b"_flows_numba3run" in compiled
+    assert b"NRT_incref" not in compiled
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_more_flows_at_once_than_are_expected_have_seats_too(solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
+    flows_on_two_links = [Task(0.01 * i, 1.0 + i % 7, (i % 2, 2)) for i in range(2 * flows.AT_ONCE)]
+    graph = graph_of(flows_on_two_links, [1.0, 2.0, 3.0])
+    at_once, arguments = list[int](), flows._kernel_arguments
+
+    def counted(graph: TaskGraph, least_s: float, most_s: float, seats: int) -> tuple[Any, ...]:
+        at_once.append(seats)
+        return arguments(graph, least_s, most_s, seats)
+
+    monkeypatch.setattr(flows, "_kernel_arguments", counted)
+    again = solve(graph, solver)
+    monkeypatch.setattr(flows, "AT_ONCE", len(flows_on_two_links))
+    at_first = solve(graph, solver)
+    assert at_once == [64, len(flows_on_two_links), len(flows_on_two_links)]
+    np.testing.assert_array_equal(again.finish_s, at_first.finish_s)
+
+
+def test_memory_is_for_the_flows_that_are_on_a_link_at_once() -> None:
+    """Rings of thousands of steps cross a link as often, and once at a time."""
+    one_by_one = [Task(0.0, 1.0, (0, 1), (i - 1,) if i else ()) for i in range(1000)]
+    graph = graph_of(one_by_one, [1.0, 2.0])
+    seats, held = flows._kernel_arguments(graph, 0.0, np.inf, flows.AT_ONCE)[3::2]
+    assert seats.hop.size == held.key.size == 2 * flows.AT_ONCE
+    assert solve(graph, "python").makespan_s == pytest.approx(1000.0)
 
 
 @settings(max_examples=60)
