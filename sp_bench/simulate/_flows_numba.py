@@ -48,7 +48,7 @@ def compiled_run() -> Callable[..., None]:
     from numba.extending import register_jitable
 
     # A call copies every array of the tuples it passes, which takes longer than what most of these functions do.
-    # Nothing is allocated: without numba's runtime (_nrt) no references to arrays are counted, which takes as long again.
+    # Nothing is allocated: without numba's runtime (_nrt) no references to arrays are counted, which takes as long.
     for function in _CALLED_BY_RUN:
         register_jitable(forceinline=True, _nrt=False)(function)
     return numba.njit(cache=True, _nrt=False)(run)
@@ -62,6 +62,7 @@ class Graph(NamedTuple):
     path_start: Ints
     path_links: Ints
     hop_load: Floats
+    """Empty where every load is 1."""
     hop_task: Ints
     dep_start: Ints
     dep_tasks: Ints
@@ -211,7 +212,7 @@ def _join(g: Graph, links: Links, seats: Seats, dirty: Heaps, flow: int) -> bool
             return False
         seats.hop[seat] = hop
         seats.of_hop[hop] = seat
-        seats.load[seat] = g.hop_load[hop]
+        seats.load[seat] = g.hop_load[hop] if len(g.hop_load) > 0 else 1.0
         seats.is_held[seat] = False
         i = seat * width
         for other in range(g.path_start[flow], g.path_start[flow + 1]):

@@ -78,10 +78,10 @@ class TaskGraph:
     """[L] Positive and finite."""
 
     def __post_init__(self) -> None:
-        for name in ("delay_s", "flow_bytes", "path_loads", "link_bytes_per_s"):
+        for name in ("delay_s", "flow_bytes", "link_bytes_per_s"):
             object.__setattr__(self, name, _as_array(name, getattr(self, name), np.float64))
-        # Most often all weights are 1 and no rate has a cap: arrays without memory of their own.
-        for name in ("rate_cap", "weight"):
+        # Most often all loads and weights are 1 and no rate has a cap: arrays without memory of their own.
+        for name in ("path_loads", "rate_cap", "weight"):
             value = _checked(name, getattr(self, name), np.float64).astype(np.float64, copy=False)
             object.__setattr__(self, name, value)
         tasks = self.delay_s.size
@@ -292,7 +292,7 @@ def _all_ones(values: Floats) -> bool:
 
 def _hops(graph: TaskGraph) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], Floats, Floats]:
     """Where each task's hops begin, (task, link, load) of each hop, by task and each link once in a path, and the rates
-    of all links.
+    of all links. Where every load is 1, there are none.
 
     A flow of weight w is one of weight 1 that has 1/w of the bytes, each of which loads links w times. A cap is a link
     that no other flow crosses.
@@ -303,14 +303,17 @@ def _hops(graph: TaskGraph) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArr
     start, link, load = graph.path_start, graph.path_links, graph.path_loads
     if not _all_ones(graph.weight):
         load = load * np.repeat(graph.weight, hop_count)
+    loads_are_ones = _all_ones(load)
     if capped.size:  # at the end of each path, where the largest number stands
         ends = graph.path_start[capped + 1]
-        link, load = np.insert(link, ends, links + np.arange(capped.size)), np.insert(load, ends, 1.0)
+        link = np.insert(link, ends, links + np.arange(capped.size))
+        load = load if loads_are_ones else np.insert(load, ends, 1.0)
         hop_count[capped] += 1
         start = _starts(hop_count)
     task = np.repeat(np.arange(hop_count.size, dtype=np.int32), hop_count)
     if np.all((link[1:] > link[:-1]) | (task[1:] != task[:-1])):
-        return start, task, link, load, rates
+        return start, task, link, np.empty(0) if loads_are_ones else np.ascontiguousarray(load), rates
+    load = np.ones(task.size) if loads_are_ones else load
     ids = task.astype(np.int64) * rates.size + link
     order = np.argsort(ids, kind="stable")  # they are almost in order
     task, link, load, ids = task[order], link[order], load[order], ids[order]

@@ -166,13 +166,20 @@ class Rows:
             flow_bytes=np.concatenate(self.sizes),
             path_start=_starts([each.hops for each in self.crossed]),
             path_links=np.concatenate([each.links for each in self.crossed]),
-            path_loads=np.concatenate([each.loads for each in self.crossed]),
+            path_loads=self._loads(),
             dep_start=_starts([np.repeat(np.array([len(deps) for deps in self.deps], np.int32), self.n)]),
             dep_tasks=self._predecessors(),
             rate_cap=self._together(self.caps, self.uncapped),
             weight=self._together(self.weights, self.ones),
             link_bytes_per_s=self._link_bytes_per_s(cores),
         )
+
+    def _loads(self) -> np.ndarray:
+        """What each byte takes of each link; an array without memory of its own where that is one byte everywhere."""
+        kinds = {id(each): each.loads for each in self.crossed}
+        if all(np.all(loads == 1) for loads in kinds.values()):
+            return np.broadcast_to(1.0, sum(each.loads.size for each in self.crossed))
+        return np.concatenate([each.loads for each in self.crossed])
 
     def _together(self, rows: list[np.ndarray], usual: np.ndarray) -> np.ndarray:
         """The values of all rows; an array without memory of its own where all of them are the usual ones."""
