@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,16 +42,17 @@ def has_numba() -> bool:
 
 
 @cache
-def compiled_run() -> Callable[..., None]:
+def compiled_run() -> Callable[..., bool]:
     """`run`, compiled; loaded from numba's disk cache where an earlier process left it there."""
     import numba
     from numba.extending import register_jitable
 
     # A call copies every array of the tuples it passes, which takes longer than what most of these functions do.
     # Nothing is allocated: without numba's runtime (_nrt) no references to arrays are counted, which takes as long.
+    without: dict[str, Any] = {"_nrt": False}
     for function in _CALLED_BY_RUN:
-        register_jitable(forceinline=True, _nrt=False)(function)
-    return numba.njit(cache=True, _nrt=False)(run)
+        register_jitable(forceinline=True, **without)(function)
+    return numba.njit(cache=True, **without)(run)
 
 
 class Graph(NamedTuple):

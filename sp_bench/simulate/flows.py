@@ -153,7 +153,9 @@ def solve(graph: TaskGraph, solver: Solver = "auto", *, least_s: float = 0.0, mo
         raise ValueError(f"solver is {solver!r}: must be 'auto', 'numba' or 'python'")
     compiled = solver == "numba" or (solver == "auto" and kernel.has_numba())
     run = partial(_run, graph, least_s, most_s, compiled=compiled)
-    tasks, events = run(AT_ONCE) or run(graph.delay_s.size)
+    solved = run(AT_ONCE) or run(graph.delay_s.size)
+    assert solved, "a link has a seat for each of its flows"
+    tasks, events = solved
     if events.size[0]:
         raise LongerError(most_s)
     timing = Timing(start_s=np.asarray(tasks.start_s), finish_s=np.asarray(tasks.finish_s))
