@@ -16,7 +16,7 @@ from sp_bench.plan.mask import WHOLE
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Block
 from sp_bench.plan.tensors import Q
-from sp_bench.point.backing import Kind, known
+from sp_bench.point.backing import Kind, row_of
 from tests.support.problems import all_methods, splittable_problem
 
 
@@ -103,7 +103,9 @@ def test_simulated_steps_have_their_intervals() -> None:
         (found[method],) = [line for line in text.splitlines() if line.startswith("simulated step: ")]
         assert "memory against time" in text or method == "ring"
     low, high = (float(end.strip("[],")) for end in found["ring"].split()[4:6])
-    error = known()[Kind("attention", WHOLE, "KV passed on", "NVLink")].two_of_three
+    row = row_of(Kind("attention", WHOLE, "KV passed on", "NVLink"))
+    assert row
+    error = row.two_of_three
     assert high / low == pytest.approx((1 + error) / (1 - error), rel=0.02)
     why = "measurements of KV, Q and outputs passed on over NVLink are of a800"
     assert found["mesh"].split("ms ")[1].startswith(f"(not validated ({why}")

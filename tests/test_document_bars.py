@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sp_bench.point.backing import BETWEEN_NODES, PACKS, Kind, known
+from sp_bench.point.backing import BETWEEN_NODES, PACKS, Kind, known, row_of
 from sp_bench.point.simulated import simulate_point
 from sp_bench.validate.documents import AMONG, DRAWS, Simulated, backing, bars, draws, pairs, simulated
 from tests.support.points import point
@@ -28,7 +28,7 @@ def test_errors_and_order_are_within_what_is_promised() -> None:
 def test_packs_are_backed_by_these_bars_alone() -> None:
     """Each bar backs one kind of points, by its error without the bars of as many GPUs."""
     rows = backing(SEEN)
-    assert rows == [row for kind, row in known().items() if kind.mask == PACKS]
+    assert rows == [row for row in known() if row.kind.mask == PACKS]
     assert sum(row.points for row in rows) == len(SEEN)
     both = "KV passed on and all-to-alls"
     nodes = SEEN[(SEEN["transfers"] == both) & (SEEN["gpus"] > 8)]
@@ -48,7 +48,8 @@ def test_packs_are_backed_by_these_bars_alone() -> None:
 def test_a_step_of_a_pack_has_the_interval_of_its_kind(overrides: str, transfers: str) -> None:
     setting = "mask=document data=magi_attention gpus=16 seqlen=128k heads=64 kv_heads=8 cluster=h100_ndr400"
     record, _ = simulate_point(point(*setting.split(), *overrides.split(), "mode=simulate"))
-    row = known()[Kind("attention", PACKS, transfers, BETWEEN_NODES)]
+    row = row_of(Kind("attention", PACKS, transfers, BETWEEN_NODES))
+    assert row
     assert record.validation_error == pytest.approx(row.two_of_three, abs=0.031)
     assert record.step_ms_validated_low and record.step_ms_validated_low < (record.step_ms_median or 0)
 

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from sp_bench.plan.mask import WHOLE
-from sp_bench.point.backing import BETWEEN_NODES, Kind, known
+from sp_bench.point.backing import BETWEEN_NODES, Kind, row_of
 from sp_bench.point.training import simulate_training
 from sp_bench.validate.steps import LEAST, backing, overrides, simulated, source_of, steps, table, words
 from tests.support.frames import rows_of
@@ -55,7 +55,7 @@ def test_steps_back_steps() -> None:
     """A kind that enough of them are of, with the implementation of most."""
     rows = {row.kind: row for row in backing(SEEN)}
     inside, across = (Kind("train", WHOLE, "KV passed on", links) for links in ("NVLink", BETWEEN_NODES))
-    assert set(rows) == {inside, across} and all(known()[kind] == row for kind, row in rows.items())
+    assert set(rows) == {inside, across} and all(row_of(kind) == row for kind, row in rows.items())
     assert rows[inside].implementation == "torch_context_parallel" and rows[inside].points == 8
     few = rows_of(SEEN, transfers="no transfers")
     assert 0 < max(few.groupby("links").size()) < LEAST and backing(few) == []
@@ -63,8 +63,8 @@ def test_steps_back_steps() -> None:
 
 def test_a_step_like_published_ones_has_an_interval_and_others_have_none() -> None:
     record = Known(simulate_training(point(*LIKE_TRL)))
-    row = known()[Kind("train", WHOLE, "KV passed on", "NVLink")]
-    assert record.validation == row.words() and record.validation_error == row.two_of_three
+    row = row_of(Kind("train", WHOLE, "KV passed on", "NVLink"))
+    assert row and record.validation == row.words() and record.validation_error == row.two_of_three
     assert record.step_ms_validated_low < record.step_ms_median < record.step_ms_validated_high
     for changed, says in (
         (("kernel=flash_attn_4",), "whose figures are others"),

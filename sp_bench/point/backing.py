@@ -25,8 +25,10 @@ from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.tiers import FullMesh, PcieTree, Torus
 from sp_bench.lower import DEFAULT_TRANSPORT
 from sp_bench.plan.documents import Documents
+from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.mask import WHOLE
 from sp_bench.plan.ops import AllToAll, Plan, RowCollective, Transfer
+from sp_bench.plan.transfers import peers
 from sp_bench.point.choose import FUSED, Choice, simulated
 from sp_bench.point.request import Request
 from sp_bench.reading import read
@@ -130,17 +132,24 @@ class Validation:
 
 
 def transfers_of(plans: Iterable[Plan], *, of_packs: bool = False) -> str:
-    """The transfers of plans, in words: all-to-alls, KV or Q and outputs from rank to rank, or nothing.
+    """The transfers of plans between ranks, in words: all-to-alls, KV or Q and outputs from rank to rank, or nothing.
 
     Casts of rows are kinds of their own where they are few: under packs. Those of queries are not those of keys.
     """
     kinds = set()
-    for op in (op for plan in plans for op in plan.ops if isinstance(op, Transfer)):
+    transfers = (op for plan in plans for op in plan.ops if isinstance(op, Transfer))
+    for op in (op for op in transfers if any(map(_is_shared, peers(op)))):
         passed = "KV passed on" if op.tensor.of_keys else "Q and outputs passed on"
         if of_packs and isinstance(op, RowCollective):
             passed = "rows cast" if op.tensor.of_keys else "rows of Q and outputs cast"
         kinds.add("all-to-alls" if isinstance(op, AllToAll) else passed)
     return " and ".join(sorted(kinds)) or "no transfers"
+
+
+def _is_shared(peer: tuple[Group | Exchange, int]) -> bool:
+    """Whether a peer is another rank than the one that sends."""
+    group, _ = peer
+    return isinstance(group, Exchange) or group.size > 1
 
 
 def links_of(cluster: Cluster, gpus: int) -> str:
@@ -156,10 +165,15 @@ def links_of(cluster: Cluster, gpus: int) -> str:
 
 
 @cache
-def known() -> dict[Kind, Backing]:
-    """The rows of backing.json."""
-    rows = [Backing(Kind(**row.pop("kind")), **row) for row in json.loads(FILE.read_text())] if FILE.exists() else []
-    return {row.kind: row for row in rows}
+def known() -> list[Backing]:
+    """The rows of backing.json, one for each implementation that points of a kind were measured with."""
+    return [Backing(Kind(**row.pop("kind")), **row) for row in json.loads(FILE.read_text())] if FILE.exists() else []
+
+
+def row_of(kind: Kind, asked: Implementation = OURS) -> Backing | None:
+    """The row of a kind, measured with the implementation that is asked for if there is one; None if there is none."""
+    rows = [row for row in known() if row.kind == kind]
+    return next((row for row in rows if implementation_named(row.implementation) == asked), rows[0] if rows else None)
 
 
 def written(rows: Iterable[Backing]) -> str:
@@ -198,7 +212,7 @@ def figures_of(config: Mapping[str, Any], kind: Kind, kernel: str) -> str:
 def validated(request: Request, choice: Choice) -> Validation:
     """The validation of the simulated step of a variant of a request's method."""
     kind = kind_of(request, choice.plans.values())
-    row = known().get(kind)
+    row = row_of(kind, request.cluster.device.implementation)
     if row is None:
         return Validation(kind, None, str(kind))
     if request.cluster.stragglers:

@@ -93,7 +93,7 @@ def _documents(arguments: list[str]) -> int:
     out = folder_of(arguments)
     frame = simulated(bars())
     frame.to_csv(out / "published_documents.csv", index=False)
-    FILE.write_text(written([*(row for kind, row in known().items() if kind.mask != PACKS), *backing(frame)]))
+    FILE.write_text(written([*(row for row in known() if row.kind.mask != PACKS), *backing(frame)]))
     alike, count, _ = pairs(frame)
     median = frame["error_left_out"].abs().median()
     print(f"{len(frame)} bars: median error left out {median:.1%}; {alike} of {count} pairs are in order")
@@ -129,13 +129,13 @@ def pairs(found: pd.DataFrame, column: str = "tflops_left_out") -> tuple[int, in
 
 def backing(found: pd.DataFrame) -> list[Backing]:
     """The rows that back simulated records of packs: errors without the bars of the same number of GPUs, by kind of
-    transfers and of links, with the implementation that most bars of the kind are simulated with.
+    transfers and of links and by the implementation that bars are simulated with.
     """
     rows = []
-    for kinds, group in found.groupby(["transfers", "links"]):
-        kind = Kind(Attention.name, PACKS, *map(str, cast(tuple, kinds)))
-        implementations = [POINTS[name].partition("implementation=")[2] for name in group["method"]]
-        implementation = max(implementations, key=implementations.count)
+    implementations = [POINTS[name].partition("implementation=")[2] for name in found["method"]]
+    for keys, group in found.assign(implementation=implementations).groupby(["transfers", "links", "implementation"]):
+        transfers, links, implementation = map(str, cast(tuple, keys))
+        kind = Kind(Attention.name, PACKS, transfers, links)
         clusters = {CLUSTER: figures_with(CLUSTER, KERNEL, "bfloat16", kind)}
         rows.append(Backing.of(kind, group["error_left_out"], implementation, clusters))
     return rows

@@ -59,7 +59,7 @@ def _published(arguments: list[str]) -> int:
     out = folder_of(arguments)
     frame = both()
     frame.to_csv(out / "published.csv", index=False)
-    of_packs = [row for kind, row in known().items() if kind.mask == PACKS]
+    of_packs = [row for row in known() if row.kind.mask == PACKS]
     rows = [*backing(frame), *steps.backing(steps.simulated(steps.steps())), *measured_here(), *of_packs]
     FILE.write_text(written(rows))
     print(f"{out / 'published.csv'}: {len(frame)} points; {FILE}: {len(rows)} kinds of points")

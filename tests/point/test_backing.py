@@ -19,7 +19,7 @@ from sp_bench.plan.mask import CAUSAL, FULL, WHOLE, WholeMask
 from sp_bench.plan.regions import Regions
 from sp_bench.point import Outcome
 from sp_bench.point import backing as backings
-from sp_bench.point.backing import BETWEEN_NODES, PACKS, TELLING, Backing, Kind, Validation, figures_of, known
+from sp_bench.point.backing import BETWEEN_NODES, PACKS, TELLING, Backing, Kind, Validation, figures_of, known, row_of
 from sp_bench.point.memory_front import memory_front
 from sp_bench.point.simulated import simulate_point
 from sp_bench.point.training import simulate_training
@@ -119,7 +119,8 @@ def simulated(overrides: str) -> Record:
 @pytest.mark.parametrize(("overrides", "kind"), [*BACKED, *OURS_BACKED])
 def test_a_record_says_what_backs_it(overrides: str, kind: tuple[str, str]) -> None:
     """In words, as the kind of its points, and as two numbers."""
-    record, backing = simulated(overrides), known()[Kind("attention", WHOLE, *kind)]
+    record, backing = simulated(overrides), row_of(Kind("attention", WHOLE, *kind))
+    assert backing
     theirs = simulated(overrides.replace("implementation=ours", "implementation=published"))
     apart = abs((theirs.step_ms_median or 0) / (record.step_ms_median or 1) - 1)
     assert apart < TELLING and f"n={backing.points}" in backing.words() == theirs.validation
@@ -285,7 +286,7 @@ def test_a_ratio_that_is_not_validated_says_which_is_the_faster(over: float, sho
 
 def test_every_row_of_the_backing_is_of_a_kind_that_plans_have() -> None:
     words = {"rows cast", "KV passed on", "Q and outputs passed on", "all-to-alls", "no transfers"}
-    for row in known().values():
+    for row in known():
         assert isinstance(row, Backing) and 0 <= row.median <= row.two_of_three and row.points and row.clusters
         rest = row.kind.transfers.replace("Q and outputs passed on", "")
         assert set(rest.replace(" and ", ",").split(",")) - {""} <= words
@@ -294,7 +295,7 @@ def test_every_row_of_the_backing_is_of_a_kind_that_plans_have() -> None:
 
 def test_the_figures_that_were_compared_are_those_of_the_cluster_files() -> None:
     """After a change of a file, nothing backs its points until `python -m sp_bench.validate published` ran again."""
-    for row in known().values():
+    for row in known():
         for name, figures in row.clusters.items():
             cluster = name.partition(" (")[0]
             assert (cluster in conf_files("cluster")) == (figures is not None)
@@ -306,6 +307,6 @@ def test_the_figures_that_were_compared_are_those_of_the_cluster_files() -> None
 
 
 def test_a_row_whose_figures_are_not_known_backs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {kind: row._replace(clusters=dict.fromkeys(row.clusters)) for kind, row in known().items()}
+    rows = [row._replace(clusters=dict.fromkeys(row.clusters)) for row in known()]
     monkeypatch.setattr(backings, "known", lambda: rows)
     assert_not_validated(simulated("method=ring gpus=8"))

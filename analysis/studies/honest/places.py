@@ -79,7 +79,7 @@ def widest(links: str) -> float:
 
     Over all links where none of those was measured.
     """
-    rows = known().values()
+    rows = known()
     return max(row.two_of_three for row in ([row for row in rows if row.kind.links == links] or rows))
 
 
