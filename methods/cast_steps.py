@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import NamedTuple
 
 from sp_bench.plan import (
     DOQ,
@@ -95,30 +96,70 @@ def cast_slices_backward(
     take_back_keys: Callable[[int], list[Op]],
 ) -> None:
     """As cast_slices, but the rank's own blocks come last: gradients of the last stage's rows go home while they are
-    computed (MagiAttention's option to hide the tail of the reduction).
+    computed (MagiAttention's option to hide the tail of the reduction). Where slices have the same keys, those of the
+    very first slice come first, while rows arrive.
     """
-    each, parts = [*stages, (0,)], len(odoq) // len(kv)
-    for keys in range(len(kv)):
-        alike, due = range(keys * parts, (keys + 1) * parts), list[Op]()
+    parts, due = len(odoq) // len(kv), list[Op]()
+    runs = _runs_backward(len(kv), parts, len(stages))
+
+    def cast(keys: int, stage: int) -> list[Op]:
+        return [GroupCast("kv", kv[keys], members, odoq[keys * parts]) for members in stages[stage - 1 : stage]]
+
+    for run in runs:
+        keys, stage = run.keys, run.stage
         steps.next()
-        steps.do(*(GroupCast("kv", kv[keys], stage, odoq[alike[0]]) for stage in stages[:1]))
-        for i in alike:
+        steps.do(*(cast(keys, 1) if run.begins else []))
+        for i in run.new if run.begins else ():
             steps.do(*bring(i))
-        for s, members in enumerate(each):
-            for some in [[*alike]] if s < len(stages) else [[i] for i in alike]:
-                steps.next()
-                if s + 1 < len(stages):
-                    steps.do(GroupCast("kv", kv[keys], stages[s + 1], odoq[alike[0]]))
-                pairs = ((i, kv[keys].at(u), dkv[keys].at(u)) for i in some for u in members)
-                steps.do(Gathered(tuple(AttendBackward(odoq[i], x, dq[i], dx) for i, x, dx in pairs)))
-                if s == len(stages):
-                    steps.do(*take_back(some[0]))
-            steps.do(*due)
+        steps.do(*(cast(keys, stage + 1) if stage else []))
+        members = stages[stage - 1] if stage else (0,)
+        pairs = ((i, kv[keys].at(u), dkv[keys].at(u)) for i in run.slices for u in members)
+        steps.do(Gathered(tuple(AttendBackward(odoq[i], x, dq[i], dx) for i, x, dx in pairs)))
+        for i in run.next_new:
+            steps.do(*bring(i))
+        for i in run.done:
+            steps.do(*take_back(i))
+        if stage:
+            steps.do(*due, GroupReduce("dkv", dkv[keys], members, odoq[keys * parts], stage))
+            due = [Fold(dkv[keys].arriving(stage), dkv[keys])]
+        if run.ends:
+            steps.do(*due, *take_back_keys(keys))
             due = []
-            if s < len(stages):
-                steps.do(GroupReduce("dkv", dkv[keys], members, odoq[alike[0]], s + 1))
-                due = [Fold(dkv[keys].arriving(s + 1), dkv[keys])]
-        steps.do(*take_back_keys(keys))
+
+
+class _Run(NamedTuple):
+    """Blocks of some slices with one stage's rows of their keys."""
+
+    keys: int
+    stage: int
+    """From 1; 0: the rank's own rows."""
+    slices: Sequence[int]
+    new: Sequence[int]
+    """The slices that no run before has."""
+    next_new: Sequence[int]
+    """`new` of the next run with these keys."""
+    done: Sequence[int]
+    """The slices that no run after has."""
+    begins: bool
+    """Whether it is the first one with its keys."""
+    ends: bool
+
+
+def _runs_backward(all_keys: int, parts: int, stages: int) -> list[_Run]:
+    """The runs of cast_slices_backward, for `parts` slices with each of the keys."""
+    runs = list[_Run]()
+    for keys in range(all_keys):
+        slices = range(keys * parts, (keys + 1) * parts)
+        early = slices[:1] if parts > 1 and not keys else slices[:0]
+        each = [(0, [i]) for i in early] + [(s + 1, [*slices]) for s in range(stages)]
+        each += [(0, [i]) for i in slices[len(early) :]]
+        had = [{i for _, others in each[:at] for i in others} for at in range(len(each))]
+        new = [[i for i in some if i not in before] for (_, some), before in zip(each, had, strict=True)]
+        for at, (stage, some) in enumerate(each):
+            later = {i for _, others in each[at + 1 :] for i in others}
+            done = [i for i in some if i not in later]
+            runs.append(_Run(keys, stage, some, new[at], sum(new[at + 1 : at + 2], []), done, not at, not later))
+    return runs
 
 
 def trade_rows(steps: Steps, q: Chunk, kv: Chunk, o: Chunk, stages: Stages) -> None:

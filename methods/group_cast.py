@@ -26,7 +26,8 @@ With `inner`, those that go on inside are among them, and c is larger; what cros
 
 With `slices` above 1, heads are exchanged, attended to and returned in so many slices, one after another: the
 all-to-alls of one go on while another is computed, as in UPipe (methods/upipe.py). Slices of query heads that have the
-same key head take each stage's rows in turn. It sends as much.
+same key head take each stage's rows in turn; backward the first slice meets the rank's own keys before any rows, and
+the others after all rows, so that neither the first cast nor the last reduction is waited for. It sends as much.
 
 With `qo_comm` (MagiAttention's word) the queries of some pairs of chunks go to the keys instead, where that sends less
 and leaves the work even (sp_bench/plan/travel.py), and their outputs come back. With t for the share of a group's
@@ -98,9 +99,14 @@ from sp_bench.plan import (
 
 PHASES = ("forward", "backward")
 STAGES = (1, 2, 4)
-"""The values that `auto` of the option `stages` stands for."""
+"""The values that `auto` of the option `stages` stands for, where all heads are in one slice."""
+SLICED_STAGES = (1, 2, 3)
+"""The same for several slices: a stage has kernel calls for each of them."""
 SLICES = (1, 2)
 """The values that `auto` of the option `slices` stands for."""
+KEYS_LANE = f"{LANE} of keys"
+"""The lane of keys that all slices have, so that they are packed and unpacked while queries are exchanged, and the
+other way round."""
 NODE = 8
 """The ranks of a node where the cluster is unknown: most nodes have as many GPUs."""
 IN_CHUNKS = ("balanced", "blocks")
@@ -125,7 +131,7 @@ class GroupCastAttention(USP):
     }
 
     stages: Literal["auto"] | int = "auto"
-    """In how many stages other ranks' rows come; auto stands for each of STAGES."""
+    """In how many stages other ranks' rows come; auto stands for each of STAGES, or of SLICED_STAGES."""
     inner: Literal["auto"] | int = "auto"
     """How many neighbouring groups get rows once between them and pass them on, as those of a node; 1: each gets its
     own. auto stands for 1 and for the ranks of a node, NODE where the cluster is unknown: the fastest."""
@@ -207,7 +213,7 @@ class GroupCastAttention(USP):
             for inner in each._inner_sizes(problem.n // each.size, gpus_per_node)
             for qo_comm in each._ways(problem, inner)
             for slices in each._slices(problem, straight=inner == 1 and not qo_comm)
-            for stages in (STAGES if self.stages == "auto" else (self.stages,))
+            for stages in each._stage_counts(slices)
             if stages == 1 or stages < problem.n // each.size // inner
         )
 
@@ -218,6 +224,12 @@ class GroupCastAttention(USP):
         asked = (self.slices,) if isinstance(self.slices, int) else SLICES[: 1 if self.size == 1 else None]
         heads = self._heads_of_a_rank(problem)[0] if straight else 1
         return tuple(slices for slices in asked if heads % slices == 0)
+
+    def _stage_counts(self, slices: int) -> tuple[int, ...]:
+        """The values of `stages` that it stands for, with so many slices."""
+        if isinstance(self.stages, int):
+            return (self.stages,)
+        return STAGES if slices == 1 else SLICED_STAGES
 
     def _heads_of_a_rank(self, problem: Problem) -> tuple[int, int]:
         """Query heads and key heads that a rank has of each chunk, with those of zeros."""
@@ -322,7 +334,8 @@ class GroupCastAttention(USP):
         return steps.plan("backward", problem.n, tuple(do), (*dq, *dkv), kept=(*q_h, *kv_h, *o_h))
 
     def _exchange(self, problem: Problem, send: Chunk, recv: Chunk) -> AllToAll:
-        return AllToAll(LANE, send, recv, Group(1, problem.layout.head_parallel), self._by_messages)
+        lane = KEYS_LANE if send.tensor.of_keys and problem.key_slices == 1 else LANE
+        return AllToAll(lane, send, recv, Group(1, problem.layout.head_parallel), self._by_messages)
 
     def _sliced(self, problem: Problem, tensor: Tensor) -> list[Chunk]:
         """The rank's own chunks by heads, one for each slice."""
@@ -373,6 +386,4 @@ class GroupCastAttention(USP):
         others = problem.n // self.head_parallel(problem.n) // self._near - 1
         count = min(self.stages if isinstance(self.stages, int) else 1, others)
         ends = [others * s // count for s in range(count + 1)] if count else []
-        if problem.head_slices > 1:  # backward, blocks wait for the first one
-            ends = [max(others * (2**s - 1) // (2**count - 1), s) for s in range(count + 1)] if count else []
         return [tuple(range(a + 1, b + 1)) for a, b in zip(ends, ends[1:], strict=False)]

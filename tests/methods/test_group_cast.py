@@ -23,7 +23,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.ops import Gathered, GroupCast, Plan
+from sp_bench.plan.ops import AllToAll, Gathered, GroupCast, Plan
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import Region, RegionKind, by_keys, rows_in, stacks
@@ -238,6 +238,44 @@ def test_slices_send_as_much_and_hold_less_that_is_packed(u: int, slices: int, p
     assert volumes[:2] == volumes[2:]
     casts_of = [op for op in plans["forward"].ops if isinstance(op, GroupCast)]
     assert len(casts_of) == slices // parts * (u < 16)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(("slices", "kv_heads"), [(2, 8), (4, 8), (4, 16)])
+def test_backward_the_first_slice_meets_own_keys_first_and_the_others_last(
+    stages: int, slices: int, kv_heads: int
+) -> None:
+    """With 8 key heads on 8 ranks all slices have the same keys; with 16, two and two have."""
+    method = build("group_cast", {"ulysses": 8, "stages": stages, "slices": slices, "qo_comm": False})
+    pack = magi_attention(64)
+    layout = method.layout_of(pack, 64)
+    asked = Problem(n=64, seqlen=pack.seqlen, heads=64, kv_heads=kv_heads, head_dim=128, mask=pack, layout=layout)
+    problem = method.assigned(asked)
+    plan, parts = method.plan(problem, "backward", COMPUTE_BOUND), problem.query_parts
+    blocks = [op for op in plan.ops if isinstance(op, Gathered)]
+    order = [(*(q.heads for q in op.queries), "own" if not op.keys[0].index else "rows") for op in blocks]
+    same = [range(keys * parts, (keys + 1) * parts) for keys in range(slices // parts)]
+    expected = [(0, "own")]
+    for alike in same:
+        expected += [(*alike, "rows")] * stages + [(i, "own") for i in alike if i]
+    assert order == expected
+    first_lanes = [op.lane for op in plan.ops[: plan.ops.index(blocks[0])] if isinstance(op, AllToAll)]
+    assert first_lanes == ["all-to-all"]  # its own queries alone
+    check_all({phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}, problem)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 16])
+def test_keys_of_all_slices_have_a_lane_of_their_own(kv_heads: int) -> None:
+    method = build("group_cast", {"ulysses": 8, "stages": 1, "slices": 2, "qo_comm": False})
+    layout = method.layout_of(CAUSAL, 16)
+    problem = method.assigned(
+        Problem(n=16, seqlen=1024, heads=64, kv_heads=kv_heads, head_dim=16, mask=CAUSAL, layout=layout)
+    )
+    for phase in PHASES:
+        exchanges = [op for op in method.plan(problem, phase, COMPUTE_BOUND).ops if isinstance(op, AllToAll)]
+        lanes = {op.lane for op in exchanges if op.send.tensor.of_keys}
+        assert lanes == {"all-to-all of keys" if kv_heads == 8 else "all-to-all"}
+        assert {op.lane for op in exchanges if not op.send.tensor.of_keys} == {"all-to-all"}
 
 
 @pytest.mark.parametrize(("node", "inner"), [(2, {1, 2}), (4, {1, 4}), (8, {1}), (3, {1})])
