@@ -128,11 +128,9 @@ class Casts:
         return self._relayed[relays]
 
     def _counted(self, seen: np.ndarray) -> np.ndarray:
-        counts, segments = np.zeros((len(seen), self.chunks), np.int64), self._segments
-        order = segments.by_owner
-        first = np.flatnonzero(np.diff(segments.owner[order], prepend=-1))
-        tokens = seen[:, order] * segments.tokens[order].astype(np.int32)
-        counts[:, segments.owner[order][first]] = np.add.reduceat(tokens, first, axis=1)
+        counts, tokens = np.zeros((len(seen), self.chunks), np.int64), self._segments.tokens
+        for keys, indices in enumerate(self._of_owner):
+            counts[:, keys] = tokens[indices].astype(np.int32) @ seen.T[indices]
         return counts
 
     def rows(self, queries: int, keys: int, relays: int = 1) -> np.ndarray:

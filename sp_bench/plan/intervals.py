@@ -142,14 +142,14 @@ def keys_below(keys: Sequence[Runs], positions: np.ndarray) -> np.ndarray:
     owner, start, stop = owner[order], start[order], stop[order]
     at, of = np.unique(positions, return_inverse=True)
     # All runs that begin below a position count in full, but what the last of them has above it.
-    cells = np.searchsorted(at, start, "right"), owner
     below = np.zeros((at.size + 1, len(keys)), np.int32 if stop.max(initial=0) < _FITS else np.int64)
-    np.add.at(below, cells, stop - start)
+    cells = np.searchsorted(at, start, "right") * len(keys) + owner
+    np.add.at(below.reshape(-1), cells, (stop - start).astype(below.dtype))  # fast for one index, of one dtype
     below.cumsum(axis=0, out=below)
     last = np.searchsorted(start, at, "left") - 1
     after_a_run = np.flatnonzero(last >= 0)
     below[after_a_run, owner[last[after_a_run]]] -= np.maximum(stop[last[after_a_run]] - at[after_a_run], 0)
-    return below[of].T
+    return below.take(of, axis=0).T
 
 
 def _of_stretches(
@@ -313,14 +313,16 @@ def _joined(regions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def covered(row: np.ndarray, first: np.ndarray, stop: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Whether intervals of columns, (intervals,) each, cover a cell of a table of this shape: (rows, columns)."""
+    """Whether intervals of columns, (intervals,) each, cover a cell of a table of this shape: (rows, columns). Cells of
+    a column are neighbours in memory.
+    """
     rows, columns = shape
     fits = np.int16 if row.size < np.iinfo(np.int16).max else np.int32
-    change = np.zeros((rows, columns + 1), fits)
-    start = row * change.shape[1]
-    np.add.at(change.reshape(-1), start + first, fits(1))
-    np.add.at(change.reshape(-1), start + stop, fits(-1))
-    return change[:, :-1].cumsum(axis=1, dtype=fits) > 0
+    change = np.zeros((columns + 1, rows), fits)  # column by column, as sums along rows take three times as long
+    np.add.at(change.reshape(-1), first * rows + row, fits(1))
+    np.add.at(change.reshape(-1), stop * rows + row, fits(-1))
+    change.cumsum(axis=0, dtype=fits, out=change)
+    return (change[:-1] > 0).T
 
 
 def pair_counts(

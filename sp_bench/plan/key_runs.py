@@ -111,13 +111,13 @@ def cuts_keys(problem: Problem) -> bool:
 
 
 def key_runs(plan: Plan, problem: Problem, classes: BlockClasses) -> Mapping[int, Rows]:
-    """By Pass of keys or of their gradients, the rows of its chunk that each rank receives; none where whole chunks are
-    sent.
+    """By Pass of keys or of their gradients, the rows of its chunk that each rank receives; none where whole chunks, or
+    none, are passed on.
 
     What an operation other than a block reads, or the plan ends with, is needed whole, and what a collective brings has
     all rows.
     """
-    if not cuts_keys(problem):
+    if not cuts_keys(problem) or not _programs(plan):
         return {}
     assert isinstance(problem.blocks, PackBlocks)
     # (the first row, minus the one behind the last): the least of two such pairs is around both.
