@@ -27,6 +27,7 @@ from sp_bench.plan import (
     CostProfile,
     Grid,
     Group,
+    Line,
     O,
     Op,
     Plan,
@@ -41,7 +42,6 @@ from sp_bench.plan import (
     receive_next,
     reduce_next,
 )
-from sp_bench.plan.ops import Line
 
 Slices = Sequence[Chunk]
 """All head slices of one chunk."""

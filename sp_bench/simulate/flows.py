@@ -293,8 +293,8 @@ def _all_ones(values: Floats) -> bool:
 
 
 def _hops(graph: TaskGraph) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], Floats, Floats]:
-    """Where each task's hops begin, (task, link, load) of each hop, by task and each link once in a path, and the rates
-    of all links. Where every load is 1, there are none.
+    """The first hop of each task; (task, link, load) of each hop, by task and each link once in a path; and the rates
+    of all links. Where every load is 1, there are no loads.
 
     A flow of weight w is one of weight 1 that has 1/w of the bytes, each of which loads links w times. A cap is a link
     that no other flow crosses.
@@ -327,7 +327,7 @@ def _hops(graph: TaskGraph) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArr
 
 
 def _starts(counts: NDArray[Any]) -> NDArray[np.int32]:
-    """Where each one's entries begin if it has so many of them, and where the last one's end."""
+    """The first entry of each one that has so many of them, and the end of the last one's."""
     starts = np.zeros(counts.size + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
     return starts

@@ -175,7 +175,7 @@ class Rows:
         )
 
     def _loads(self) -> np.ndarray:
-        """What each byte takes of each link; an array without memory of its own where that is one byte everywhere."""
+        """Bytes that each byte takes of each link; an array without memory of its own where that is one everywhere."""
         kinds = {id(each): each.loads for each in self.crossed}
         if all(np.all(loads == 1) for loads in kinds.values()):
             return np.broadcast_to(1.0, sum(each.loads.size for each in self.crossed))
@@ -210,7 +210,7 @@ def _by_task(links: np.ndarray, loads: np.ndarray) -> Crossed:
 
 
 def _starts(counts: Sequence[np.ndarray]) -> np.ndarray:
-    """Where each task's links or predecessors begin, of which it has so many, and where the last one's end."""
+    """The first link or predecessor of each task that has so many of them, and the end of the last one's."""
     starts = np.zeros(sum(each.size for each in counts) + 1, np.int32)
     if counts:
         np.concatenate(counts, out=starts[1:], casting="same_kind")

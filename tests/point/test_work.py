@@ -37,8 +37,9 @@ def of_plan(plan: Plan, *_: Any, **__: Any) -> Plan:
 
 @pytest.mark.parametrize("method", ["mesh", "ring", "usp"])
 def test_everything_is_built_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan for each variant and phase; of each plan one bound by what it sends, and at most one by what it computes,
-    one dataflow, one schedule and one table of blocks. All ranks are simulated for no variant but the chosen one.
+    """At most a plan for each variant and phase; of each plan one bound by what it sends, and at most one by what it
+    computes, one dataflow, one schedule and one table of blocks. All ranks are simulated for no variant but the chosen
+    one.
     """
     planned, bounded, computed = Counter[Any](), Counter[Any](), Counter[Any]()
     graphs: Counter[bool] = Counter()
@@ -53,7 +54,7 @@ def test_everything_is_built_once(method: str, monkeypatch: pytest.MonkeyPatch) 
     variants = len(found.candidates or [found])
     assert set(planned.values()) == set(bounded.values()) == set(computed.values()) == {1}
     assert len(computed) <= len(bounded)
-    assert len(planned) == len(bounded) == variants * len(found.plans)
+    assert len(found.plans) <= len(planned) == len(bounded) <= variants * len(found.plans)
     for seen in made:
         assert set(seen.values()) == {1}
         assert len(seen) <= len(planned)
