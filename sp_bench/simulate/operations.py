@@ -311,7 +311,7 @@ class OperationCosts:
         if wanted is None or wanted.rows is None or not isinstance(op, Pass):
             return None
         tokens = self._problem.field_tokens(op.tensor.fields[0], op.recv.owner(ranks))
-        return wanted.rows.counts(ranks) / tokens
+        return wanted.rows.counts(ranks) / np.maximum(tokens, 1)
 
     def _find_cast_s(self, tensor: Tensor, summed: bool, share: float = 1.0) -> float:
         return self._device.cast_s(self._problem, tensor, wire=True, summed=summed, share=share)
