@@ -212,7 +212,8 @@ def figures_of(config: Mapping[str, Any], kind: Kind, kernel: str) -> str:
 def validated(request: Request, choice: Choice) -> Validation:
     """The validation of the simulated step of a variant of a request's method."""
     kind = kind_of(request, choice.plans.values())
-    row = row_of(kind, request.cluster.device.implementation)
+    device = request.cluster.device
+    row = row_of(kind, device.implementation)
     if row is None:
         return Validation(kind, None, str(kind))
     if request.cluster.stragglers:
@@ -225,11 +226,20 @@ def validated(request: Request, choice: Choice) -> Validation:
         return Validation(kind, None, f"measurements of {kind} have no padded heads")
     if FUSED in choice.variant.split():
         return Validation(kind, None, f"measurements of {kind} have no fused blocks")
-    kernel = request.cluster.device.figures(choice.problem)
-    if figures_of(request.config["cluster"], kind, kernel) not in row.clusters.values():
-        where = ", ".join(row.clusters)
-        return Validation(kind, None, f"measurements of {kind} are of {where}, whose figures are others")
+    if figures_of(request.config["cluster"], kind, device.figures(choice.problem)) not in row.clusters.values():
+        return Validation(kind, None, f"measurements of {kind} are of {_measured_on(request, choice, row)}")
     return _with_implementation(request.cluster, choice, row)
+
+
+def _measured_on(request: Request, choice: Choice, row: Backing) -> str:
+    """What was measured in place of a choice whose figures are others: another kernel there, or other clusters."""
+    device, kind = request.cluster.device, row.kind
+    for table in device.tables:
+        named = f"{table.figures} ({table.kernel})"
+        is_another = not device.figures(choice.problem).endswith(f"({table.kernel})")
+        if is_another and figures_of(request.config["cluster"], kind, named) in row.clusters.values():
+            return f"kernel={table.kernel}"
+    return f"{', '.join(row.clusters)}, whose figures are others"
 
 
 def _with_implementation(cluster: Cluster, choice: Choice, row: Backing) -> Validation:
