@@ -232,7 +232,7 @@ def validated(request: Request, choice: Choice) -> Validation:
 
 
 def _measured_on(request: Request, choice: Choice, row: Backing) -> str:
-    """What was measured in place of a choice whose figures are others: another kernel there, or other clusters."""
+    """The kernel, or the clusters, that were measured in place of a choice whose figures are others, in words."""
     device, kind = request.cluster.device, row.kind
     for table in device.tables:
         named = f"{table.figures} ({table.kernel})"
