@@ -12,6 +12,7 @@ from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.studies import honest, study_named
 from sp_bench.analysis.studies.honest import places as honest_grid
 from sp_bench.analysis.studies.honest.places import Step, steps, tied, widest
+from sp_bench.plan.mask import WHOLE
 from sp_bench.point.backing import known
 from sp_bench.records.interval import Interval
 from tests.support.sections import code_of, sections_of, tables_of
@@ -58,7 +59,9 @@ def test_what_nobody_measured_is_assumed_to_have_the_widest_interval(runs: Runs)
     mesh = steps({"mesh": runs.one(method="mesh", tile=[2, 8], gpus=16, seqlen="64k")})[0]
     assert not mesh.backed and mesh.high == pytest.approx(mesh.ms.known / (1 - widest("several nodes")))
     assert widest("several nodes") >= error
-    assert widest("cables") == max(row.two_of_three for row in known())
+    whole = [row for row in known() if row.kind.workload == "attention" and row.kind.mask == WHOLE]
+    assert widest("cables") == max(row.two_of_three for row in whole)
+    assert widest("several nodes") < max(row.two_of_three for row in known() if row.kind.links == "several nodes")
 
 
 @pytest.mark.long

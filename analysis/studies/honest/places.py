@@ -9,9 +9,11 @@ from typing import Any
 
 from sp_bench.analysis.number import Number, step_ms
 from sp_bench.analysis.runs import Point, Runs, point
+from sp_bench.plan.mask import WHOLE
 from sp_bench.point.backing import known
 from sp_bench.records import Record
 from sp_bench.records.interval import Interval, interval
+from sp_bench.workload.attention import Attention
 
 CLUSTERS = ("a100_hdr200", "h100_ndr400", "b200", "a800")
 GPUS = (8, 64, 512, 4096)
@@ -75,11 +77,12 @@ class Step:
 
 
 def widest(links: str) -> float:
-    """The largest error that two of three points are within, over all that was measured over such links.
+    """The largest error that two of three points are within, over all attentions of whole sequences that were measured
+    over such links.
 
     Over all links where none of those was measured.
     """
-    rows = known()
+    rows = [row for row in known() if row.kind[:2] == (Attention.name, WHOLE)]
     return max(row.two_of_three for row in ([row for row in rows if row.kind.links == links] or rows))
 
 
