@@ -8,7 +8,18 @@ from itertools import product
 
 import numpy as np
 
-from sp_bench.check.facts import NOTHING, Cast, Facts, Ranks, Where, check_place, check_slice, check_whole, first_rank
+from sp_bench.check.facts import (
+    NOTHING,
+    Cast,
+    Facts,
+    Ranks,
+    Where,
+    check_all_rows,
+    check_place,
+    check_slice,
+    check_whole,
+    first_rank,
+)
 from sp_bench.plan.ops import (
     Attend,
     AttendBackward,
@@ -43,6 +54,7 @@ def _bundle(facts: Facts, op: Bundle, where: Where | str) -> None:
     check_slice(facts, where, (*op.parts, op.into))
     for part in op.parts:
         check_place(facts, part, where)
+        check_all_rows(facts, part, where)
         if part in facts.blocks:
             raise PlanError(f"{where}: {part} is not known to be complete")
     facts.content[op.into] = facts.owner(op.into)
@@ -62,6 +74,10 @@ def _row_sums(facts: Facts, op: RowSums, where: Where | str) -> None:
         raise PlanError(f"{where}: on rank {rank}, the parts are of different chunks")
     facts.content[op.into] = source
     facts.rows[op.into] = facts.rows_of(op.parts[0])
+    if op.parts[0] in facts.runs:
+        facts.runs[op.into] = facts.runs[op.parts[0]]
+    else:
+        facts.runs.pop(op.into, None)
 
 
 def _count_block(
@@ -90,6 +106,8 @@ def _folded(facts: Facts, op: Attend, where: Where | str, pairs: Pairs = "all") 
     _serves(facts, op.o, q, where)
     _rows_read(facts, op.q, op.kv, op.o, visible, where)
     _count_block(facts, op.o, kv, 0, visible, where)
+    if facts.cuts_rows:
+        facts.add_run(op.o, facts.run_read(q, kv, of_keys=False).where(visible))
 
 
 def _attend_backward(facts: Facts, op: AttendBackward, where: Where | str) -> None:
@@ -106,8 +124,9 @@ def _folded_backward(facts: Facts, op: AttendBackward, where: Where | str, pairs
     _rows_read(facts, op.odoq, op.kv, op.dq, visible, where)
     _count_block(facts, op.dq, kv, 0, visible, where)
     _count_block(facts, op.dkv, q, op.odoq.heads % facts.problem.query_parts, visible, where)
-    if facts.cuts_keys:
-        facts.add_gradients(op.dkv, facts.keys_read(q, kv).where(visible))
+    if facts.cuts_rows:
+        for partial in op.writes:
+            facts.add_run(partial, facts.run_read(q, kv, of_keys=partial.tensor.of_keys).where(visible))
 
 
 def _fused(facts: Facts, op: Fused, where: Where | str) -> None:
@@ -165,10 +184,11 @@ def _rows_read(facts: Facts, q: Chunk, kv: Chunk, partial: Chunk, visible: np.nd
     degree, owners, keys = facts.problem.layout.head_parallel, facts.owner(q), facts.owner(kv)
     if degree > 1 and (rank := first_rank(owners % degree != keys % degree)) is not None:
         raise PlanError(f"{where}: on rank {rank}, {q} and {kv} have different heads")
-    if kv in facts.key_rows:
-        needed = facts.keys_read(owners, keys).where(visible)
-        if (rank := first_rank(~needed.within(facts.key_rows[kv]))) is not None:
-            raise PlanError(f"{where}: on rank {rank}, {kv} lacks rows that {q} sees")
+    for chunk, words in ((kv, f"{q} sees"), (q, f"see {kv}")):
+        if chunk in facts.runs:
+            needed = facts.run_read(owners, keys, of_keys=chunk is kv).where(visible)
+            if (rank := first_rank(~needed.within(facts.runs[chunk]))) is not None:
+                raise PlanError(f"{where}: on rank {rank}, {chunk} lacks rows that {words}")
     if not facts.leaves_out:
         return
     needed = facts.rows_seen(owners, keys).where(visible)
@@ -195,8 +215,8 @@ def _fold(facts: Facts, op: Fold, where: Where | str) -> None:
     _serves(facts, op.into, facts.content[op.part], where)
     check_slice(facts, where, (op.part, op.into))
     part = facts.blocks.pop(op.part)
-    if facts.cuts_keys and op.into.tensor.of_keys:
-        facts.add_gradients(op.into, facts.take_gradients(op.part))
+    if facts.cuts_rows:
+        facts.add_run(op.into, facts.take_run(op.part))
     if op.part in facts.rows or op.into in facts.rows:  # otherwise both have all of them
         rows = facts.rows_of(op.part)
         facts.rows[op.into] = rows.around(facts.rows_of(op.into)) if op.into in facts.blocks else rows

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from sp_bench.plan.groups import Exchange, Grid, Group
-from sp_bench.plan.key_runs import cuts_keys
 from sp_bench.plan.ops import Chunk, Op, Pairs, Pass, PlanError
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.row_runs import cuts_rows
 from sp_bench.plan.travel import travel
 
 Ranks = np.ndarray
@@ -90,10 +90,10 @@ class Facts:
     """Whether any transfer leaves out rows that a block may read."""
     of_rows: dict[Chunk, Cast] = field(default_factory=dict)
     """The way in which rows came of a chunk that a GroupCast brought, or of its partial."""
-    key_rows: dict[Chunk, Rows] = field(default_factory=dict)
-    """The rows of each chunk of keys that are present on each rank, of chunks that came in part (plan.key_runs); of
-    gradients of keys, the rows to which anything was added, of all chunks."""
-    cuts_keys: bool = field(init=False)
+    runs: dict[Chunk, Rows] = field(default_factory=dict)
+    """The rows of each operand that are present on each rank, of chunks that came in part (plan.row_runs); of partials
+    the rows to which anything was added, of all chunks."""
+    cuts_rows: bool = field(init=False)
     """Whether a Pass may carry a run of a chunk's rows."""
     blocks: dict[Chunk, np.ndarray] = field(default_factory=dict)
     """The counterpart chunks folded into a partial on each rank: (n, n / 64), one bit each (times `parts`)."""
@@ -107,7 +107,7 @@ class Facts:
     """True for each rank: (n,)."""
 
     def __post_init__(self) -> None:
-        self.cuts_keys = cuts_keys(self.problem)
+        self.cuts_rows = cuts_rows(self.problem)
         self.visible = np.asarray(self.problem.blocks.pairs) > 0
         self.sees_all, self.everyone = bool(self.visible.all()), np.ones(self.problem.n, bool)
 
@@ -147,10 +147,11 @@ class Facts:
         """The queries that a block reads, from the first to the last."""
         return Rows(*self._rows_seen[:, self.problem.blocks.of(q, kv)])
 
-    def keys_read(self, q: Ranks, kv: Ranks) -> Rows:
-        """The keys that a block reads, from the first to the last."""
-        assert isinstance(self.problem.blocks, PackBlocks), "of other masks whole chunks come"
-        return Rows(*self.problem.blocks.key_rows[:, self.problem.blocks.of(q, kv)])
+    def run_read(self, q: Ranks, kv: Ranks, *, of_keys: bool) -> Rows:
+        """The keys that a block reads, or the queries, from the first to the last."""
+        blocks = self.problem.blocks
+        assert isinstance(blocks, PackBlocks), "of other masks whole chunks come"
+        return Rows(*(blocks.key_rows if of_keys else blocks.query_rows)[:, blocks.of(q, kv)])
 
     def partial(self, chunk: Chunk) -> np.ndarray:
         """The bit set of blocks in a partial, created empty on first use."""
@@ -170,20 +171,20 @@ class Facts:
         tokens = self.problem.shards_of(chunk.tensor).chunk_tokens(owner // self.problem.layout.head_parallel)
         return Rows(np.zeros_like(owner), np.broadcast_to(tokens, owner.shape))
 
-    def take_gradients(self, dkv: Chunk) -> Rows:
-        """The rows of gradients of keys, which are sent on or folded, that have anything added to them: all of what a
-        collective brought.
+    def take_run(self, partial: Chunk) -> Rows:
+        """The rows of a partial, which is sent on or folded, that have anything added to them: all of what a collective
+        brought.
         """
-        return self.key_rows.pop(dkv, None) or self.all_keys(dkv)
+        return self.runs.pop(partial, None) or self.whole_run(partial)
 
-    def all_keys(self, chunk: Chunk) -> Rows:
-        """All rows of a chunk of keys, or of their gradients."""
+    def whole_run(self, chunk: Chunk) -> Rows:
+        """All rows of a chunk that a Pass may carry some of."""
         tokens = self.problem.field_tokens(chunk.tensor.fields[0], self.owner(chunk))
         return Rows(np.zeros_like(self.ranks), np.broadcast_to(tokens, self.ranks.shape))
 
-    def add_gradients(self, dkv: Chunk, rows: Rows) -> None:
-        """Record that these rows of gradients of keys have something added to them."""
-        self.key_rows[dkv] = rows.around(self.key_rows[dkv]) if dkv in self.key_rows else rows
+    def add_run(self, partial: Chunk, rows: Rows) -> None:
+        """Record that these rows of a partial have something added to them."""
+        self.runs[partial] = rows.around(self.runs[partial]) if partial in self.runs else rows
 
     def parts(self, partial: Chunk) -> int:
         """How many blocks a partial has with one counterpart: a key head's gradients have one for each query slice."""
@@ -230,9 +231,9 @@ def check_whole(facts: Facts, chunks: Iterable[Chunk], where: Where | str) -> No
         raise PlanError(f"{where}: of {partial[0]} only rows are there, cast against {against}")
 
 
-def check_all_keys(facts: Facts, chunk: Chunk, where: Where | str) -> None:
-    """Only a block and a Pass can read a chunk of keys that came as a run of rows."""
-    if chunk in facts.key_rows and not chunk.tensor.is_partial:
+def check_all_rows(facts: Facts, chunk: Chunk, where: Where | str) -> None:
+    """Only a block, row sums and a Pass can read an operand that came as a run of rows."""
+    if chunk in facts.runs and not chunk.tensor.is_partial:
         raise PlanError(f"{where}: of {chunk} only a run of rows is there")
 
 

@@ -13,7 +13,7 @@ from sp_bench.check.facts import (
     Ranks,
     Rows,
     Where,
-    check_all_keys,
+    check_all_rows,
     check_place,
     check_slice,
     check_whole,
@@ -58,7 +58,7 @@ def _pass(facts: Facts, op: Pass, where: Where | str, demanded: Wanted | None) -
     facts.content[op.recv] = arrived if wanted is None else np.where(wanted, arrived, NOTHING)
     check_place(facts, op.recv, where, True if wanted is None else wanted)
     if demanded is not None and not partial:
-        _keys_passed(facts, op, source, demanded, where)
+        _operand_passed(facts, op, source, demanded, where)
     if facts.leaves_out:
         _rows_passed(facts, op, source, where)
     if partial:
@@ -67,31 +67,31 @@ def _pass(facts: Facts, op: Pass, where: Where | str, demanded: Wanted | None) -
             raise PlanError(f"{where}: rank {source[rank]} has blocks of {op.send} that are not sent")
         facts.content[op.recv] = facts.owner(op.recv)
         facts.last[op.recv] = where
-        if facts.cuts_keys and op.tensor.of_keys:
-            _gradients_passed(facts, op, source, demanded, where)
+        if facts.cuts_rows:
+            _partial_passed(facts, op, source, demanded, where)
 
 
-def _keys_passed(facts: Facts, op: Pass, source: Ranks, wanted: Wanted, where: Where | str) -> None:
-    """Record which rows of keys arrive. Their sender must have them."""
-    if wanted.rows is None and op.send not in facts.key_rows:
-        facts.key_rows.pop(op.recv, None)
+def _operand_passed(facts: Facts, op: Pass, source: Ranks, wanted: Wanted, where: Where | str) -> None:
+    """Record which run of rows of an operand arrives. Its sender must have it."""
+    if wanted.rows is None and op.send not in facts.runs:
+        facts.runs.pop(op.recv, None)
         return
-    whole = facts.all_keys(op.send)
+    whole = facts.whole_run(op.send)
     arriving = (Rows(*wanted.rows) if wanted.rows else whole.at(source)).where(wanted.there)
-    held = facts.key_rows.get(op.send, whole).at(source)
+    held = facts.runs.get(op.send, whole).at(source)
     if (rank := first_rank(~arriving.within(held))) is not None:
         raise PlanError(f"{where}: on rank {source[rank]}, {op.send} lacks rows that are to be sent")
-    facts.key_rows[op.recv] = arriving
+    facts.runs[op.recv] = arriving
 
 
-def _gradients_passed(facts: Facts, op: Pass, source: Ranks, wanted: Wanted | None, where: Where | str) -> None:
-    """Record which rows of gradients arrive. All that anything was added to must be among those that are sent."""
-    held = facts.take_gradients(op.send).at(source)
+def _partial_passed(facts: Facts, op: Pass, source: Ranks, wanted: Wanted | None, where: Where | str) -> None:
+    """Record which rows of a partial arrive. All that anything was added to must be among those that are sent."""
+    held = facts.take_run(op.send).at(source)
     if wanted is not None and wanted.rows is not None:
         right = held.within(Rows(*wanted.rows).where(wanted.there))
         if (rank := first_rank(~right)) is not None:
             raise PlanError(f"{where}: on rank {source[rank]}, {op.send} has rows that stay behind")
-    facts.key_rows[op.recv] = held
+    facts.runs[op.recv] = held
 
 
 def _rows_passed(facts: Facts, op: Pass, source: Ranks, where: Where | str) -> None:
@@ -127,7 +127,7 @@ def _all_to_all(facts: Facts, op: AllToAll, where: Where | str) -> None:
     if _EXCHANGED.get(op.send.tensor) != op.recv.tensor or not own or op.recv.is_arriving:
         raise PlanError(f"{where}: exchanges {op.send} to {op.recv}")
     check_slice(facts, where, (op.send, op.recv))
-    check_all_keys(facts, op.send, where)
+    check_all_rows(facts, op.send, where)
     facts.content[op.recv] = ranks
     if op.send.tensor.is_partial:
         if op.recv in facts.blocks:
@@ -154,10 +154,10 @@ def _all_gather(facts: Facts, op: AllGather, where: Where | str) -> None:
         raise PlanError(f"{where}: gathers partials")
     check_slice(facts, where, (op.own,))
     check_place(facts, op.own, where)
-    check_all_keys(facts, op.own, where)
+    check_all_rows(facts, op.own, where)
     for u, chunk in enumerate(op.writes, 1):
         facts.of_rows.pop(chunk, None)
-        facts.key_rows.pop(chunk, None)
+        facts.runs.pop(chunk, None)
         facts.content[chunk] = facts.content[op.own][op.group.member(facts.ranks, u)]
         facts.rows.pop(chunk, None)
         check_place(facts, chunk, where)
@@ -166,13 +166,13 @@ def _all_gather(facts: Facts, op: AllGather, where: Where | str) -> None:
 def _group_cast(facts: Facts, op: GroupCast, where: Where | str) -> None:
     _rows_of_members(facts, op, where, KV if op.pairs != "queries" else Q if op.forward else DOQ)
     check_place(facts, op.own, where)
-    check_all_keys(facts, op.own, where)
+    check_all_rows(facts, op.own, where)
     if op.own.index:  # it passes on what came of rows for all, which these ranks' queries are among
         _relayed(facts, op, where)
     for u, chunk in zip(op.members, op.writes, strict=True):
         facts.content[chunk] = facts.content[op.own][op.group.member(facts.ranks, op.shift(u))]
         facts.of_rows[chunk] = Cast(op.against, op.pairs)
-        facts.key_rows.pop(chunk, None)
+        facts.runs.pop(chunk, None)
         facts.rows.pop(chunk, None)
         check_place(facts, chunk, where)
 

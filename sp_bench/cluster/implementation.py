@@ -30,7 +30,7 @@ class Implementation(Section, frozen=True, kw_only=True):
     merges_at_once: bool = False
     """Whether all partials that a reduce-scatter brings are merged by one kernel, and packed by one for each dtype."""
     sends_whole_chunks: bool = False
-    """Whether a chunk of keys travels whole where a rank needs some rows of it (Problem.whole_chunks)."""
+    """Whether a chunk travels whole where a rank needs some rows of it (Problem.whole_chunks)."""
     adds_narrow: bool = False
     """Whether reduce-scatters add gradients in the dtype that is sent, as NCCL does, which rounds at every hop."""
     repeats_keys: tuple[str, ...] = ()

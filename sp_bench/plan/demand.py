@@ -5,8 +5,8 @@ where a later block of the receiver sees it, or the receiver sends it on to a ra
 where a block has been folded into it. What is not wanted is neither sent nor folded, except by collectives.
 
 Each pack asks anew, of thousands of operations. A set of ranks is therefore a whole number with a bit for each, and a
-plan is walked as a program of small numbers (Program), which all packs share. Which rows of a chunk of keys go to a
-rank that wants some is found the same way, in arrays (plan.key_runs).
+plan is walked as a program of small numbers (Program), which all packs share. Which rows of a chunk go to a rank
+that wants some is found the same way, in arrays (plan.row_runs).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import numpy as np
 
 from sp_bench.plan.block_classes import BlockClasses, block_classes
 from sp_bench.plan.groups import Exchange, Group
-from sp_bench.plan.key_runs import Rows, key_runs
 from sp_bench.plan.ops import (
     AllGather,
     AllToAll,
@@ -39,6 +38,7 @@ from sp_bench.plan.ops import (
     keep,
 )
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.row_runs import Rows, row_runs
 
 
 class Wanted(NamedTuple):
@@ -47,7 +47,7 @@ class Wanted(NamedTuple):
     there: np.ndarray
     """On which ranks it has something to receive or to fold: (n,) of bool."""
     rows: Rows | None = None
-    """The rows of keys that each rank receives; None for whole chunks."""
+    """The rows that each rank receives, of all but statistics (plan.row_runs); None for whole chunks."""
 
 
 Demand = Mapping[int, Wanted]
@@ -251,7 +251,7 @@ class _Found:
     wanted: Mapping[int, Ranks]
     """Demand, as sets of ranks."""
     rows: Mapping[int, Rows]
-    """The rows of keys that a Pass carries (key_runs)."""
+    """The rows that a Pass carries (row_runs)."""
 
     @cached_property
     def demand(self) -> Demand:
@@ -296,7 +296,7 @@ def _found(plan: Plan, problem: Problem) -> _Found:
             wanted, rows = {}, {}
         else:
             wanted = _of_partials(program, visible) | _of_operands(program, visible)
-            rows = key_runs(plan, problem, classes)
+            rows = row_runs(plan, problem, classes)
         keep(by_problem, problem, _Found(program, visible, wanted, rows))
     return by_problem[problem]
 

@@ -235,11 +235,18 @@ class Packed(OfLengths):
         return type(self)(self.queries, self.causal).behind(self.cached or ((),) * len(self.lengths))
 
     def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._around(positions, self.left, 0 if self.causal else self.right)
+
+    def seen_by(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The first token that as a query sees the key at each position, and the one behind the last."""
+        return self._around(positions, 0 if self.causal else self.right, self.left)
+
+    def _around(self, positions: np.ndarray, before: int | None, ahead: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of the document of each position from so many before it to so many ahead; None: all there are."""
         document = np.searchsorted(self.edges, positions, side="right") - 1
         first, stop = self.edges[document], self.edges[document + 1]
-        if self.left is not None:
-            first = np.maximum(first, positions - self.left)
-        ahead = 0 if self.causal else self.right
+        if before is not None:
+            first = np.maximum(first, positions - before)
         return first, stop if ahead is None else np.minimum(stop, positions + ahead + 1)
 
     def turns(self, low: int, high: int, keys: np.ndarray) -> np.ndarray:

@@ -25,20 +25,22 @@ NO_ROW = 2**30
 
 
 class _Cells(NamedTuple):
-    """Runs of keys that a run of queries sees all of, or none of, in the order of their positions."""
+    """Runs of keys that a run of queries sees all of, or none of, in the order of their positions. Or of queries that
+    all see some key of a run of keys, or none does.
+    """
 
     owner: np.ndarray
     """The chunk of each: (cells,)."""
     tokens: np.ndarray
-    """How many keys there are: (cells,)."""
+    """How many keys, or queries, there are: (cells,)."""
     chunk: np.ndarray
-    """The chunk of each run of queries: (runs,)."""
+    """The chunk of each run of the other side: (runs,)."""
     first: np.ndarray
-    """The first cell that it sees, and the one behind the last: (runs,)."""
+    """The first cell that it meets, and the one behind the last: (runs,)."""
     behind: np.ndarray
 
-    def seen_by(self, low: int, high: int) -> np.ndarray:
-        """Whether queries of each of the chunks from low to high see a cell: (high - low, cells)."""
+    def met_by(self, low: int, high: int) -> np.ndarray:
+        """Whether each of the other side's chunks from low to high meets a cell: (high - low, cells)."""
         some = (low <= self.chunk) & (self.chunk < high)
         few = self.chunk[some] - low, self.first[some], self.behind[some]
         return covered(*few, (high - low, self.owner.size))
@@ -181,9 +183,10 @@ class PackBlocks(Blocks):
         """
         if self._neighbours is None:
             return self.shapes.pieces * self.shapes.kv_tokens
-        cells, counts = _cells(self.mask, *self._neighbours), np.empty((self.chunks, self.chunks))
+        queries, keys = self._neighbours
+        cells, counts = _cells(keys, queries, *self._keys_met), np.empty((self.chunks, self.chunks))
         for each in range(self.chunks):
-            (seen,) = cells.seen_by(each, each + 1)
+            (seen,) = cells.met_by(each, each + 1)
             counts[each] = np.bincount(cells.owner[seen], cells.tokens[seen], self.chunks)
         return counts.ravel()
 
@@ -193,9 +196,40 @@ class PackBlocks(Blocks):
         chunks that are no runs of neighbours all rows; (0, 0) of a block that reads none. (2, classes).
         """
         if self._neighbours is None:
-            tokens = np.broadcast_to(self.keys.chunk_tokens(np.arange(self.chunks)), self.chunks).astype(np.int32)
-            return np.stack([np.zeros(self.classes, np.int32), np.tile(tokens, self.chunks) * self.computes])
-        cells = _cells(self.mask, *self._neighbours)
+            return self._all_rows(np.tile(self._tokens(self.keys), self.chunks))
+        queries, keys = self._neighbours
+        return self._rows_met(_cells(keys, queries, *self._keys_met)).reshape(2, -1)
+
+    @cached_property
+    def query_rows(self) -> np.ndarray:
+        """The rows of queries that see a key of each block, as `key_rows` has those of keys: (2, classes)."""
+        if self._neighbours is None:
+            return self._all_rows(np.repeat(self._tokens(self.queries), self.chunks))
+        (chunk, start, stop), keys = self._neighbours
+        _, begin, end = keys
+        first, behind, tokens = self.mask.seen_by(begin)[0], self.mask.seen_by(end - 1)[1], stop - start
+        if self.mask.new:  # numbers of queries in the place of their positions among keys, which have gaps
+            start, first, behind = (np.searchsorted(self.mask.query_positions, at) for at in (start, first, behind))
+        cells = _cells(np.stack([chunk, start, start + tokens]), keys, first, behind)
+        return self._rows_met(cells).transpose(0, 2, 1).reshape(2, -1)
+
+    @property
+    def _keys_met(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first key that the queries of each run see, and the one behind the last: they see neighbours."""
+        assert self._neighbours is not None
+        _, start, stop = self._neighbours[0]
+        return self.mask.sees(start)[0], self.mask.sees(stop - 1)[1]
+
+    def _tokens(self, shards: Shards) -> np.ndarray:
+        """How many tokens each chunk has: (chunks,)."""
+        return np.broadcast_to(shards.chunk_tokens(np.arange(self.chunks)), self.chunks).astype(np.int32)
+
+    def _all_rows(self, tokens: np.ndarray) -> np.ndarray:
+        """All rows of chunks of so many tokens, (classes,), in each block that there is: (2, classes)."""
+        return np.stack([np.zeros(self.classes, np.int32), tokens * self.computes])
+
+    def _rows_met(self, cells: _Cells) -> np.ndarray:
+        """The rows of cells that each chunk meets, (the first, the one behind the last): (2, chunks, owners)."""
         order = np.argsort(cells.owner, kind="stable")  # that of the rows of chunks
         of_cells, tokens = cells.owner[order], cells.tokens[order].astype(np.int32)
         begins, ends = np.flatnonzero(np.diff(of_cells, prepend=-1)), np.cumsum(tokens, dtype=np.int32)
@@ -205,11 +239,11 @@ class PackBlocks(Blocks):
         rows, owners = np.zeros((2, self.chunks, self.chunks), np.int32), of_cells[begins]
         at_once = max(1, CELLS_AT_ONCE // order.size)
         for low in range(0, self.chunks, at_once):
-            seen = cells.seen_by(low, min(low + at_once, self.chunks)).T.take(order, axis=0)
-            rows[1, low : low + at_once, owners] = np.maximum.reduceat(seen * below[:, None], begins)
-            from_end = np.maximum.reduceat(seen * (NO_ROW - above)[:, None], begins)
+            met = cells.met_by(low, min(low + at_once, self.chunks)).T.take(order, axis=0)
+            rows[1, low : low + at_once, owners] = np.maximum.reduceat(met * below[:, None], begins)
+            from_end = np.maximum.reduceat(met * (NO_ROW - above)[:, None], begins)
             rows[0, low : low + at_once, owners] = np.where(from_end > 0, NO_ROW - from_end, 0)
-        return rows.reshape(2, -1)
+        return rows
 
     @cached_property
     def _neighbours(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -312,14 +346,15 @@ class PackBlocks(Blocks):
         return Seen(keys.astype(np.int32), behind.astype(np.int32), groups, sizes)
 
 
-def _cells(mask: Packed, queries: np.ndarray, keys: np.ndarray) -> _Cells:
-    """The cells between runs of neighbouring queries and keys, (chunk, start, stop) each, by position."""
-    (chunk, start, stop), (owner, begin, end) = queries, keys
-    first, behind = mask.sees(start)[0], mask.sees(stop - 1)[1]
+def _cells(cut: np.ndarray, others: np.ndarray, first: np.ndarray, behind: np.ndarray) -> _Cells:
+    """The cells of all runs of one side, (chunk, start, stop) each by position, without gaps, of which each of the
+    `others` meets those from `first` to `behind`.
+    """
+    owner, begin, end = cut
     edges = np.sort(np.concatenate([begin, end, first, behind]))
     edges = edges[np.diff(edges, prepend=edges[0] - 1) > 0]  # np.unique hashes, which takes far longer
     of_cells = owner[np.searchsorted(begin, edges[:-1], "right") - 1]
-    return _Cells(of_cells, np.diff(edges), chunk, np.searchsorted(edges, first), np.searchsorted(edges, behind))
+    return _Cells(of_cells, np.diff(edges), others[0], np.searchsorted(edges, first), np.searchsorted(edges, behind))
 
 
 def runs_of_chunks(shards: Shards) -> list[Runs]:

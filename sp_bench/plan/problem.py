@@ -87,8 +87,8 @@ class Problem:
     """How many slices of the query heads share a slice of the key heads: p of them take every p-th query head in turn,
     so that each has as many of every key head."""
     whole_chunks: bool = False
-    """Whether chunks of keys and of their gradients travel whole where ranks need some rows of them, as in other
-    packages (plan.key_runs).
+    """Whether chunks and their partials travel whole where ranks need some rows of them, as in other packages
+    (plan.row_runs).
     """
     padded: PaddedHeads | None = None
     """The heads that chunks have if a method adds heads of zeros (plan.padded_heads); None: `heads` and `kv_heads`."""

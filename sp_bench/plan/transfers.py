@@ -11,7 +11,7 @@ from sp_bench.plan.demand import Wanted
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import AllToAll, Collective, GroupCast, Pass, RowCollective, Transfer, TreeReduce
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.tensors import Field, Tensor
+from sp_bench.plan.tensors import Field, Kind, Tensor
 
 
 def peers(op: Transfer) -> list[tuple[Group | Exchange, int]]:
@@ -52,15 +52,16 @@ def messages(op: Transfer, problem: Problem, rank, wanted: Wanted | None = None)
         if isinstance(op, TreeReduce):
             return [{name: each.owners * size for name, size in piece.items()} for each in op.rounds]
         return [piece] * (op.group.size - 1)
+    moves = True
+    if isinstance(op.group, Exchange):
+        moves = op.target(rank) != rank
+    if wanted is not None:
+        moves = moves * wanted.there[op.target(rank)]
+    of_statistics = tokens = _rows_sent(op, problem, rank)
     if wanted is not None and wanted.rows is not None:
         tokens = wanted.rows.counts(op.target(rank))
-    else:
-        tokens = _rows_sent(op, problem, rank)
-    if isinstance(op.group, Exchange):
-        tokens = tokens * (op.target(rank) != rank)
-    if wanted is not None:
-        tokens = tokens * wanted.there[op.target(rank)]
-    return [{name: tokens * size for name, size in _token_bytes(problem, op.send.tensor).items()}]
+    rows = {field.name: of_statistics if field.kind is Kind.STATISTIC else tokens for field in op.tensor.fields}
+    return [{name: moves * rows[name] * size for name, size in _token_bytes(problem, op.tensor).items()}]
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -12,6 +11,7 @@ from sp_bench.lower import Lowering, StagingUse
 from sp_bench.plan.demand import demand, untouched_partials
 from sp_bench.plan.ops import AllGather, AllToAll, Chunk, Op, Pass, Plan, ReduceScatter, RowCollective, Transfer
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import Kind
 from sp_bench.plan.transfers import rows_sent
 from sp_bench.run.all_to_all import AllToAllPieces
 from sp_bench.run.buffers import Buffers
@@ -19,31 +19,10 @@ from sp_bench.run.casting import Casting
 from sp_bench.run.collectives import Collectives
 from sp_bench.run.execution import Execution, Perform
 from sp_bench.run.holdings import Holdings
-from sp_bench.run.partials import Tensors, as_shape, copy, tokens_of
+from sp_bench.run.partials import Tensors, as_shape, copy
+from sp_bench.run.standing import Standing, rows_of, run_of
 from sp_bench.run.streams import Streams
-from sp_bench.run.transport import Key, Message, NextTransfer, Transport, Turn, byte_keys
-
-
-class _Standing(NamedTuple):
-    """The constants of one transfer."""
-
-    turn: Turn
-    counted_as: list[Key]
-    source: int
-    target: int
-    """Source and target rank of a Pass; this rank for an AllToAll."""
-    rows: range
-    """The rows of the chunk that it brings, of which alone there is room where it is a partial."""
-    sent: range
-    """The rows of the chunk that this rank sends."""
-    into: Tensors | None
-    """Its receive buffers; None if its result is an output of the plan."""
-    receives: bool
-    sends: bool
-    """Whether this rank receives, and sends, anything (plan.demand)."""
-    came: range | None
-    gone: range | None
-    """The rows of a chunk of keys that it receives, and sends; None for all (plan.key_runs)."""
+from sp_bench.run.transport import Message, NextTransfer, Transport, Turn, byte_keys
 
 
 class Lanes:
@@ -140,7 +119,7 @@ class Lanes:
                 if index not in self._lowering.receive_buffers:
                     for tensor in into:
                         tensor.zero_()
-                run.holdings.put(op.recv, into, standing.rows.start)
+                run.holdings.put(op.recv, standing.brought(into), standing.rows.start)
             else:
                 run.holdings.drop(op.recv)
             if dropped is not None:
@@ -158,10 +137,11 @@ class Lanes:
         standing, bound = self._standing(index), self._bound(index, op)
         always, recv, first, dropped = standing.into, op.recv, standing.rows.start, self._dropped(op)
         if bound and standing.receives and always and not dropped:
+            brought = standing.brought(always)
 
             def exchange(run: Execution) -> None:
                 bound()
-                run.holdings.put(recv, always, first)
+                run.holdings.put(recv, brought, first)
 
             return exchange
         keep = self._streams.keeper(index)
@@ -172,7 +152,7 @@ class Lanes:
             into = always or self._into(index, op)
             move(into, held)
             if standing.receives:
-                held.put(recv, into, first)
+                held.put(recv, standing.brought(into), first)
             else:
                 held.drop(recv)
             if dropped is not None and (sent := held.partials.drop(dropped)) is not None:
@@ -193,7 +173,7 @@ class Lanes:
         if standing.sends and (sent is None or self._sent(index, op) is not sent):
             return None
         return self._transport.bind(
-            standing.turn, *self._messages(standing, standing.into or (), sent or ()), standing.counted_as
+            standing.turn, *standing.messages(standing.into or (), sent or ()), standing.counted_as
         )
 
     def _move(self, index: int, op: Pass | AllToAll) -> Callable[[Tensors, Holdings], None]:
@@ -217,20 +197,20 @@ class Lanes:
         standing, transport, sent = self._standing(index), self._transport, self._sent(index, op)
         landed = standing.into
         if landed is None and standing.turn.landing:
-            landed = self._first_rows(standing.turn.landing, op.recv, len(standing.rows))
+            landed = self._first_rows(standing.turn.landing, op.recv, len(standing.rows), standing.statistics)
 
         def exchange(into: Tensors, holdings: Holdings) -> None:
-            messages = self._messages(standing, landed or into, outgoing(holdings))
+            messages = standing.messages(landed or into, outgoing(holdings))
             transport.exchange(standing.turn, *messages, standing.counted_as)
             if standing.receives and landed is not None and landed is not into:
                 copy(into, landed)
 
         if standing.receives and standing.into is None:
             return exchange
-        receives, sends = self._messages(standing, standing.into or (), sent or ())
+        receives, sends = standing.messages(standing.into or (), sent or ())
         if standing.sends and sent is None:
             send = transport.bind_send(standing.turn, receives, standing.target, standing.counted_as)
-            return lambda into, holdings: send(_run_of(outgoing(holdings), standing.gone))
+            return lambda into, holdings: send(run_of(outgoing(holdings), standing.gone))
         bound = transport.bind(standing.turn, receives, sends, standing.counted_as)
 
         def stage_and_exchange(into: Tensors, holdings: Holdings) -> None:
@@ -239,13 +219,6 @@ class Lanes:
 
         return stage_and_exchange
 
-    @staticmethod
-    def _messages(standing: _Standing, into: Tensors, out: Tensors) -> tuple[list[Message], list[Message]]:
-        """The messages (received, sent) of a Pass."""
-        return [(standing.source, _run_of(into, standing.came))] if standing.receives else [], [
-            (standing.target, _run_of(out, standing.gone))
-        ] if standing.sends else []
-
     def _pipelined(
         self, index: int, op: Pass, after: int, outgoing: Callable[[Holdings], Tensors]
     ) -> Callable[[Tensors, Holdings], None]:
@@ -253,7 +226,7 @@ class Lanes:
         standing, transport = self._standing(index), self._transport
 
         def exchange(into: Tensors, holdings: Holdings) -> None:
-            (receive,), (send,) = self._messages(standing, into, outgoing(holdings))
+            (receive,), (send,) = standing.messages(into, outgoing(holdings))
             next_transfer = self._next_transfer(after, op, into, holdings)
             transport.exchange_pipelined(standing.turn, receive, send, standing.counted_as, next_transfer)
 
@@ -263,25 +236,27 @@ class Lanes:
         ranks_by_chunk = untouched_partials(self._plan, self._problem, compute=compute)
         return [chunk for chunk, ranks in ranks_by_chunk.items() if ranks[self._rank]]
 
-    def _find_standing(self, index: int) -> _Standing:
+    def _find_standing(self, index: int) -> Standing:
         op, buffer = self._plan.ops[index], self._lowering.receive_buffers.get(index)
         assert isinstance(op, Pass | AllToAll)
         source, target, wanted = self._rank, self._rank, self._demand.get(index)
         rows = sent = range(self._problem.field_tokens(op.recv.tensor.fields[0], self._rank))
-        came = gone = None
+        came = gone = statistics = statistics_sent = None
         if isinstance(op, Pass):
             source, target = int(op.source(self._rank)), int(op.target(self._rank))
             rows, sent = (rows_sent(op, self._problem, rank) for rank in (source, self._rank))
             if wanted and wanted.rows:
                 came, gone = wanted.rows.of(self._rank), wanted.rows.of(target)
         if came is not None and gone is not None and op.tensor.is_partial:  # folded where it lies
+            statistics, statistics_sent = len(rows), len(sent)
             rows, sent, came, gone = came, gone, None, None
-        into = self._first_rows(self._receiving[buffer], op.recv, len(rows)) if buffer else None
+        into = self._first_rows(self._receiving[buffer], op.recv, len(rows), statistics) if buffer else None
         landing = self._receiving[buffer] if buffer else self._landing(op)
         moved = (True, True) if wanted is None else (bool(wanted.there[self._rank]), bool(wanted.there[target]))
         to_row = gone.start if gone else 0
         turn = Turn(self._ids[op.lane], index, op.group, landing if isinstance(op, Pass) else (), to_row)
-        return _Standing(turn, byte_keys(op), source, target, rows, sent, into, *moved, came, gone)
+        of_statistics = statistics, statistics_sent
+        return Standing(turn, byte_keys(op), source, target, rows, sent, *of_statistics, into, *moved, came, gone)
 
     def _landing(self, op: Pass | AllToAll) -> Tensors:
         """The buffers in which peers put a result of the plan; none if they don't write to this rank's memory."""
@@ -292,14 +267,15 @@ class Lanes:
         standing = self._standing(index)
         if standing.into is not None:
             return standing.into
-        return self._first_rows(self._results.pop(index, None) or self._new(op.recv), op.recv, len(standing.rows))
+        tensors = self._results.pop(index, None) or self._new(op.recv)
+        return self._first_rows(tensors, op.recv, len(standing.rows), standing.statistics)
 
     def _receives(self, index: int, op: Pass | AllToAll, into: Tensors) -> list[Message]:
         """Return the messages that a transfer receives. A rank receives nothing from itself."""
         if isinstance(op, AllToAll):
             return self._pieces(op).receives(into)
         standing = self._standing(index)
-        return [] if standing.source == self._rank else self._messages(standing, into, ())[0]
+        return [] if standing.source == self._rank else standing.messages(into, ())[0]
 
     def _dropped(self, op: Pass | AllToAll) -> Chunk | None:
         """The partial that is held no longer once a transfer has sent it."""
@@ -314,7 +290,7 @@ class Lanes:
             if not self._streams.ready(after):
                 return None
             outgoing = into if then.send == op.recv else holdings.chunks[then.send]
-            (receive,), (send,) = self._messages(standing, self._into(after, then), outgoing)
+            (receive,), (send,) = standing.messages(self._into(after, then), outgoing)
             return standing.turn, receive, send
 
         return messages
@@ -340,32 +316,34 @@ class Lanes:
         if not self._standing(index).sends:
             return None
         if self._lowering.casts(op.send):
-            return self._staged(op, self._standing(index).sent)
+            return self._staged(index, op)
         return None if StagingUse(op.lane, op.send.tensor, "pass") in self._staging else self._held.get(index)
 
     def _outgoing(self, index: int, op: Pass) -> Callable[[Holdings], Tensors]:
         """Return the call for the tensors to send: the chunk or, if rows are cut or it is cast, a staging copy."""
-        chunk, rows, casts = op.send, self._standing(index).sent, self._lowering.casts(op.send)
+        chunk, standing, casts = op.send, self._standing(index), self._lowering.casts(op.send)
+        rows, cut = standing.sent, rows_of if standing.statistics_sent is None else run_of
         if StagingUse(op.lane, chunk.tensor, "pass") not in self._staging:
-            if op.tensor.is_partial and index in self._demand and self._demand[index].rows:
-                return lambda holdings: _run_of(holdings.to_send(chunk), rows)
+            if standing.statistics_sent is not None:
+                return lambda holdings: run_of(holdings.to_send(chunk), rows)
             return lambda holdings: holdings.to_send(chunk)
-        staged = self._staged(op, rows)
+        staged = self._staged(index, op)
 
         def stage(holdings: Holdings) -> Tensors:
             held = holdings.to_send(chunk)
             if len(rows) == held[0].shape[1] and not casts:
                 return held
             if len(rows) != held[0].shape[1]:
-                held = tuple(tokens_of(x, holdings.among(chunk, rows)) for x in held)
+                held = cut(held, holdings.among(chunk, rows))
             copy(staged, held)
             return staged
 
         return stage
 
-    def _staged(self, op: Pass, rows: range) -> Tensors:
+    def _staged(self, index: int, op: Pass) -> Tensors:
         """The staging tensors of the rows that a Pass sends."""
-        return self._first_rows(self._staging[StagingUse(op.lane, op.send.tensor, "pass")], op.send, len(rows))
+        staging, standing = self._staging[StagingUse(op.lane, op.send.tensor, "pass")], self._standing(index)
+        return self._first_rows(staging, op.send, len(standing.sent), standing.statistics_sent)
 
     def _find_held(self) -> dict[int, Tensors]:
         """The buffer that holds what a Pass sends on, by transfer; none for inputs, partials and results."""
@@ -381,9 +359,15 @@ class Lanes:
                 at[op.writes[0]] = standing.into
         return buffers
 
-    def _first_rows(self, buffers: Tensors, chunk: Chunk, tokens: int) -> Tensors:
-        """Return contiguous views of `buffers` with room for `tokens` tokens of the chunk."""
-        shapes = [self._problem.field_shape(field, tokens) for field in chunk.tensor.fields]
+    def _first_rows(self, buffers: Tensors, chunk: Chunk, tokens: int, statistics: int | None = None) -> Tensors:
+        """Return contiguous views of `buffers` with room for `tokens` tokens of the chunk, or for so many `statistics`
+        of each head.
+        """
+        of_statistics = tokens if statistics is None else statistics
+        shapes = [
+            self._problem.field_shape(field, of_statistics if field.kind is Kind.STATISTIC else tokens)
+            for field in chunk.tensor.fields
+        ]
         return tuple(as_shape(x, shape) for x, shape in zip(buffers, shapes, strict=True))
 
     def _new(self, chunk: Chunk) -> Tensors:
@@ -391,10 +375,3 @@ class Lanes:
         if chunk in self.given_results:
             return self.given_results[chunk]
         return tuple([torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._new_specs(chunk)])
-
-
-def _run_of(tensors: Tensors, rows: range | None) -> Tensors:
-    """Views of some neighbouring rows of a chunk; None: of all."""
-    if rows is None:
-        return tensors
-    return tuple([tokens_of(x, rows) for x in tensors])

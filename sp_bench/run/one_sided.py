@@ -144,7 +144,8 @@ class OneSidedTransport(Transport):
         self.memory.wait(Signal(target, turn.lane, FREE))
         for mine, x in zip(turn.landing, tensors, strict=True):
             assert x.is_contiguous(), "a copy engine copies memory as it lies"
-            first = turn.to_row * (x.numel() // x.shape[1]) if turn.to_row else 0  # of a batch of one: (1, S, ...)
+            in_run = turn.to_row and x.ndim == 4  # of a batch of one: (1, S, ...); statistics are whole
+            first = turn.to_row * (x.numel() // x.shape[1]) if in_run else 0
             self.memory.at(target, mine, x, first).copy_(x)
         self.memory.put(Signal(target, turn.lane, DATA))
 

@@ -354,7 +354,7 @@ def _brought(plan: Plan, wanted: Demand) -> dict[int, tuple[int, Pass | GroupRed
 
 
 def _in_runs(wanted: Demand, index: int) -> bool:
-    """Whether an operation is a Pass of runs of rows (plan.key_runs)."""
+    """Whether an operation is a Pass of runs of rows (plan.row_runs)."""
     return index in wanted and wanted[index].rows is not None
 
 

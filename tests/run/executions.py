@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from sp_bench.kernels import KERNELS
 from sp_bench.kernels.aten_cpu import AtenCpu
 from sp_bench.methods import build
 from sp_bench.plan import CostProfile, Method, Plan, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.documents import Packed
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.regions import RegionKind
@@ -108,9 +110,21 @@ def inputs(problem: Problem) -> list[Tensor]:
 
 def exact(problem: Problem) -> list[Tensor]:
     q, k, v, dout = (x.double() for x in inputs(problem))
+    if isinstance(problem.mask, Packed):
+        return _exact_pack(problem.mask, q, k, v, dout)
     kernel, mask = KERNELS["reference"](), RegionKind(problem.mask.name)
     out, lse = kernel.forward(q, k, v, mask)
     return [out, *kernel.backward(dout, q, k, v, out, lse, mask)]
+
+
+def _exact_pack(mask: Packed, *tensors: Tensor) -> list[Tensor]:
+    """With a matrix of what each query sees."""
+    q, k, v, dout = (x.transpose(1, 2) for x in tensors)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    first, stop = (torch.from_numpy(ends)[:, None] for ends in mask.sees(mask.query_positions))
+    key = torch.arange(k.shape[2])
+    out = scaled_dot_product_attention(*leaves, attn_mask=(first <= key) & (key < stop), enable_gqa=True)
+    return [x.transpose(1, 2) for x in (out.detach(), *torch.autograd.grad(out, leaves, dout))]
 
 
 def small(n: int, *, causal: bool, layout: str = "striped", dtype: str = "float64", wire: str = "") -> Problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,8 @@ from sp_bench.methods import REGISTRY
 from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import named
 from tests.run import jobs
 from tests.run.matrix import assert_exact, everything, key_heads, measure
 from tests.support.attention_cases import BATCH, DTYPES, Case, errors_of, of_each_method, wrong_in
@@ -46,11 +49,13 @@ CACHED = (
 
 OF_THEIR_HEADS = ("all_gather", "mesh", "tasp")
 """Methods whose variants are for a number of key heads."""
+PASSES_QUERIES = ("mesh", "pass_q", "tokenring", "startrail", "burst_attention")
+"""Methods with a variant that passes queries, or their partials, on."""
 
 
 def cases_of(n: int, pack: Packed) -> list[Case]:
     """Every method in every variant, on every layout that takes the pack; dtypes, key heads and batches take turns. In
-    a batch of one, runs of rows of keys travel (plan.key_runs).
+    a batch of one, runs of rows travel (plan.row_runs).
     """
     found = []
     for case in everything(n):
@@ -93,6 +98,37 @@ def test_what_did_not_come_is_not_read(ranks: Ranks, n: int) -> None:
     answers = ranks.run(jobs.find_differences_in_fresh_memory, cases)
     for case in cases:
         assert not wrong_in(case, errors_of(answer[case] for answer in answers[:n])), case
+
+
+@pytest.mark.parametrize("n", [2, *map(exhaustive, (3, 4, 6, 8))])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_rows_of_queries_and_of_their_partials_travel(ranks: Ranks, n: int, layout: str) -> None:
+    """In methods that pass these on: exact, and all that is counted is sent, which is less than whole chunks."""
+    by_method = {
+        method: [
+            replace(case, batch=1)
+            for pack in (*PACKS, *CACHED)
+            for case in cases_of(n, pack)
+            if (case.method, case.layout) == (method, layout)
+        ]
+        for method in PASSES_QUERIES
+    }
+    cases = [case for of_method in by_method.values() for case in of_method[:: -(-len(of_method) // 8)]]
+    answers = ranks.run(jobs.find_differences_in_fresh_memory, cases)
+    for case in cases:
+        assert not wrong_in(case, errors_of(answer[case] for answer in answers[:n])), case
+    assert_sent_as_counted(ranks, n, cases)
+    whole = {case: queries_sent(case, replace(case.problem, whole_chunks=True)) for case in cases}
+    sent = {case: queries_sent(case, case.problem) for case in cases}
+    assert all(sent[case] <= whole[case] for case in cases)
+    assert {case.method for case in cases if sent[case] < whole[case]} >= {"mesh", "pass_q", "tokenring"}
+
+
+def queries_sent(case: Case, problem: Problem) -> int:
+    """Bytes of queries and their partials that all ranks send in both phases."""
+    plans = [case.built.plan(problem, phase, case.costs) for phase in PHASES]
+    by_key = [each for plan in plans for each in account.volume(plan, problem).by_rank.items()]
+    return sum(int(sent.sum()) for (_, tensor, _), sent in by_key if not named(tensor).of_keys)
 
 
 @pytest.mark.parametrize("n", [exhaustive(n) for n in (2, 3, 4, 6, 8)])
@@ -179,6 +215,11 @@ def test_short_documents_that_are_assigned_whole_send_nothing(ranks: Ranks) -> N
 def test_every_rank_sends_what_is_counted(ranks: Ranks, n: int) -> None:
     """By tensor and field: the plan's transfers, less what nobody needs."""
     cases = [case for pack in (*PACKS, *CACHED) for case in some_cases_of(n, pack, 5)]
+    assert_sent_as_counted(ranks, n, cases)
+
+
+def assert_sent_as_counted(ranks: Ranks, n: int, cases: Sequence[Case]) -> None:
+    """By lane, tensor and field, in each phase."""
     answers = ranks.run(jobs.find_sent, cases)
     for case in cases:
         forward, backward = (case.built.plan(case.problem, phase, case.costs) for phase in PHASES)

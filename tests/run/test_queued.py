@@ -16,6 +16,8 @@ from sp_bench.lower import Lowering, TransportKind, lower
 from sp_bench.methods import build
 from sp_bench.plan import Join, Plan, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.demand import demand
+from sp_bench.plan.documents import Documents, Window
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
 from sp_bench.run import device_streams, executor
@@ -365,6 +367,32 @@ def test_copies_into_peers_memory(method: str, options: dict[str, object], node:
     execution = replace(four(method, options), node=node)
     for order in range(3):
         assert replace(execution, order=order).wrong() == ""
+
+
+IN_RUNS = [
+    ("ring", {}, "zigzag"),
+    ("pass_q", {}, "contiguous"),
+    ("tokenring", {}, "zigzag"),
+    ("mesh", {"tile": (2, 2)}, "zigzag"),
+    ("mesh", {"tile": (4, 1)}, "contiguous"),
+    ("burst_attention", {"inner": 2}, "contiguous"),
+    ("startrail", {"team": 2}, "contiguous"),
+]
+PACKS = {"zigzag": Documents((22, 13)), "contiguous": Window((35,), causal=False, left=6, right=5)}
+"""Of each layout one whose blocks read rows in runs, some from the middle of a chunk on."""
+
+
+@pytest.mark.parametrize("node", [0, 2, 4])
+@pytest.mark.parametrize(("method", "options", "layout"), IN_RUNS, ids=str)
+def test_runs_of_rows(method: str, options: dict[str, object], layout: str, node: int) -> None:
+    """Copies into peers' memory begin at the first row of a run, and statistics are whole."""
+    problem = replace(small(4, causal=True, dtype="float32", wire="bfloat16"), seqlen=35, batch=1, mask=PACKS[layout])
+    execution = fitting(build(method, options), replace(problem, layout=LAYOUTS[layout]))
+    assert execution.problem.layout.name == layout
+    passes = demand(execution.plans["backward"], execution.problem).values()
+    assert any(wanted.rows and wanted.rows.start.any() for wanted in passes)
+    for order in range(2):
+        assert replace(execution, order=order, node=node).wrong() == ""
 
 
 @pytest.mark.parametrize("left_out", [FREE, DATA])
