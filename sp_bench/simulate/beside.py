@@ -69,10 +69,10 @@ def alone_s(networks: Sequence[Network], size: int, sent_bytes: float, steps: in
     nothing = TaskGraph(
         delay_s=np.empty(0),
         flow_bytes=np.empty(0),
-        path_start=np.zeros(1, np.int64),
+        path_start=np.zeros(1, np.int32),
         path_links=np.empty(0, np.int32),
         path_loads=np.empty(0),
-        dep_start=np.zeros(1, np.int64),
+        dep_start=np.zeros(1, np.int32),
         dep_tasks=np.empty(0, np.int32),
         rate_cap=np.empty(0),
         weight=np.empty(0),
