@@ -136,6 +136,7 @@ class Lanes:
         assert isinstance(op, Pass | AllToAll)
         standing, bound = self._standing(index), self._bound(index, op)
         always, recv, first, dropped = standing.into, op.recv, standing.rows.start, self._dropped(op)
+        brings_all = standing.statistics is None
         if bound and standing.receives and always and not dropped:
             brought = standing.brought(always)
 
@@ -152,7 +153,7 @@ class Lanes:
             into = always or self._into(index, op)
             move(into, held)
             if standing.receives:
-                held.put(recv, standing.brought(into), first)
+                held.put(recv, into if brings_all else standing.brought(into), first)
             else:
                 held.drop(recv)
             if dropped is not None and (sent := held.partials.drop(dropped)) is not None:
