@@ -134,8 +134,12 @@ class DeviceCosts(MemoryCosts):
 
     def figures(self, problem: Problem) -> str:
         """The kernel figures that a problem is simulated with, such as `published (flash_attn_3)`."""
-        table = self._table(problem)
-        return f"{table.figures} ({table.kernel})"
+        return _named(self._table(problem))
+
+    def other_figures(self, problem: Problem) -> list[tuple[str, str]]:
+        """Each other kernel that it has figures of, and these, in words as `figures` has them."""
+        own = self._table(problem).kernel
+        return [(table.kernel, _named(table)) for table in self.tables if table.kernel != own]
 
     def notes(self, problem: Problem) -> list[str]:
         """Warnings where a problem needs more than the tables' figures cover."""
@@ -354,6 +358,10 @@ class DeviceCosts(MemoryCosts):
         others = (*self.matmul_tflops.values(), *self.peak_tflops.values())
         tflops = self.matmul_tflops.get(problem.dtype) or max(others, default=1.0)
         return (tokens > 0) * (launches * self.launch_s + moved / self.memory_bytes_per_s + flops / (1e12 * tflops))
+
+
+def _named(table: KernelTable | Padded) -> str:
+    return f"{table.figures} ({table.kernel})"
 
 
 def same_model(found: str, figures: str) -> bool:

@@ -84,6 +84,11 @@ class Exchange(NamedTuple):
         return self.high.span
 
 
+def is_shared(group: Group | Exchange) -> bool:
+    """Whether ranks have others in their group."""
+    return isinstance(group, Exchange) or group.size > 1
+
+
 class Grid(NamedTuple):
     """Ranks that differ in two digits; positions and shifts are numbered inner + inner.size * outer.
 

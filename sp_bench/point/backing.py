@@ -25,7 +25,7 @@ from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.tiers import FullMesh, PcieTree, Torus
 from sp_bench.lower import DEFAULT_TRANSPORT
 from sp_bench.plan.documents import Documents
-from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.groups import is_shared
 from sp_bench.plan.mask import WHOLE
 from sp_bench.plan.ops import AllToAll, Plan, RowCollective, Transfer
 from sp_bench.plan.transfers import peers
@@ -137,19 +137,14 @@ def transfers_of(plans: Iterable[Plan], *, of_packs: bool = False) -> str:
     Casts of rows are kinds of their own where they are few: under packs. Those of queries are not those of keys.
     """
     kinds = set()
-    transfers = (op for plan in plans for op in plan.ops if isinstance(op, Transfer))
-    for op in (op for op in transfers if any(map(_is_shared, peers(op)))):
+    for op in (op for plan in plans for op in plan.ops if isinstance(op, Transfer)):
+        if not any(is_shared(group) for group, _ in peers(op)):
+            continue
         passed = "KV passed on" if op.tensor.of_keys else "Q and outputs passed on"
         if of_packs and isinstance(op, RowCollective):
             passed = "rows cast" if op.tensor.of_keys else "rows of Q and outputs cast"
         kinds.add("all-to-alls" if isinstance(op, AllToAll) else passed)
     return " and ".join(sorted(kinds)) or "no transfers"
-
-
-def _is_shared(peer: tuple[Group | Exchange, int]) -> bool:
-    """Whether a peer is another rank than the one that sends."""
-    group, _ = peer
-    return isinstance(group, Exchange) or group.size > 1
 
 
 def links_of(cluster: Cluster, gpus: int) -> str:
@@ -234,11 +229,9 @@ def validated(request: Request, choice: Choice) -> Validation:
 def _measured_on(request: Request, choice: Choice, row: Backing) -> str:
     """The kernel, or the clusters, that were measured in place of a choice whose figures are others, in words."""
     device, kind = request.cluster.device, row.kind
-    for table in device.tables:
-        named = f"{table.figures} ({table.kernel})"
-        is_another = not device.figures(choice.problem).endswith(f"({table.kernel})")
-        if is_another and figures_of(request.config["cluster"], kind, named) in row.clusters.values():
-            return f"kernel={table.kernel}"
+    for kernel, figures in device.other_figures(choice.problem):
+        if figures_of(request.config["cluster"], kind, figures) in row.clusters.values():
+            return f"kernel={kernel}"
     return f"{', '.join(row.clusters)}, whose figures are others"
 
 

@@ -31,7 +31,7 @@ from sp_bench.errors import RequestError
 from sp_bench.lower import DEFAULT_TRANSPORT, LAUNCH_ORDER, NCCL, ORDERED_FROM, TransportOptions
 from sp_bench.lower.early import by_messages
 from sp_bench.machine import boot_id
-from sp_bench.plan.groups import Group
+from sp_bench.plan.groups import Group, is_shared
 from sp_bench.plan.ops import Pass, Plan, Transfer
 from sp_bench.run.gloo import GlooTransport, HostTransport
 from sp_bench.run.groups import gathered, own_group
@@ -113,7 +113,7 @@ class NcclTransport(Transport):
         """Connect the lanes' communicators, in the order in which plans use them, which is the same on all ranks."""
         for plan in plans:
             for op in plan.ops:
-                if isinstance(op, Transfer) and (not isinstance(op.group, Group) or op.group.size > 1):
+                if isinstance(op, Transfer) and is_shared(op.group):
                     lane, members = plan.lanes.index(op.lane), self._members(op.group)
                     for key in self._parts(lane, members) if by_messages(op) else [(lane, members, Part.WHOLE)]:
                         if not isinstance(op, Pass) or set(key[1]) - self.others - {self._rank}:

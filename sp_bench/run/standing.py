@@ -34,9 +34,8 @@ class Standing(NamedTuple):
 
     def messages(self, into: Tensors, out: Tensors) -> tuple[list[Message], list[Message]]:
         """The messages (received, sent) of a Pass that receives into these tensors, and sends out of those."""
-        return [(self.source, run_of(into, self.came))] if self.receives else [], [
-            (self.target, run_of(out, self.gone))
-        ] if self.sends else []
+        received: list[Message] = [(self.source, run_of(into, self.came))] if self.receives else []
+        return received, [(self.target, run_of(out, self.gone))] if self.sends else []
 
     def brought(self, into: Tensors) -> Tensors:
         """The rows that it has brought: of statistics more may have come."""

@@ -231,7 +231,7 @@ def _kernel_arguments(graph: TaskGraph, least_s: float, most_s: float, at_once: 
     tasks = graph.delay_s.size
     path_start, hop_task, path_links, hop_load, link_bytes_per_s = _hops(graph)
     links, hops = link_bytes_per_s.size, hop_task.size
-    link_seat_start = _starts(np.minimum(_counts(path_links, links), at_once))
+    link_seat_start = starts(np.minimum(_counts(path_links, links), at_once))
     seats_of_all = int(link_seat_start[-1])
     # At least 1, so that every seat has another link to look at.
     width = max(int(np.diff(path_start).max(initial=0)) - 1, 1)
@@ -311,7 +311,7 @@ def _hops(graph: TaskGraph) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArr
         link = np.insert(link, ends, links + np.arange(capped.size))
         load = load if loads_are_ones else np.insert(load, ends, 1.0)
         hop_count[capped] += 1
-        start = _starts(hop_count)
+        start = starts(hop_count)
     task = np.repeat(np.arange(hop_count.size, dtype=np.int32), hop_count)
     if np.all((link[1:] > link[:-1]) | (task[1:] != task[:-1])):
         return start, task, link, np.empty(0) if loads_are_ones else np.ascontiguousarray(load), rates
@@ -323,14 +323,18 @@ def _hops(graph: TaskGraph) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArr
     if not first.all():
         load = np.bincount(np.cumsum(first) - 1, load).astype(np.float64)
         task, link = task[first], link[first]
-    return _starts(_counts(task, hop_count.size)), task, link, load, rates
+    return starts(_counts(task, hop_count.size)), task, link, load, rates
 
 
-def _starts(counts: NDArray[Any]) -> NDArray[np.int32]:
-    """The first entry of each one that has so many of them, and the end of the last one's."""
-    starts = np.zeros(counts.size + 1, np.int32)
-    np.cumsum(counts, out=starts[1:])
-    return starts
+def starts(*counts: NDArray[Any]) -> NDArray[np.int32]:
+    """The first entry of each one that has so many of them, and the end of the last one's. Several arrays of counts
+    are one, end to end.
+    """
+    first = np.zeros(sum(each.size for each in counts) + 1, np.int32)
+    if counts:
+        np.concatenate(counts, out=first[1:], casting="same_kind")
+        np.cumsum(first, out=first)
+    return first
 
 
 def _counts(ids: NDArray[Any], count: int) -> NDArray[np.int64]:

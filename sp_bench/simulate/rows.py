@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sp_bench.simulate.flows import TaskGraph
+from sp_bench.simulate.flows import TaskGraph, starts
 from sp_bench.simulate.symmetry import Quotient
 
 CORE_WORK_PER_S = 1e12
@@ -164,10 +164,10 @@ class Rows:
         return TaskGraph(
             delay_s=np.concatenate(self.delays),
             flow_bytes=np.concatenate(self.sizes),
-            path_start=_starts([each.hops for each in self.crossed]),
+            path_start=starts(*(each.hops for each in self.crossed)),
             path_links=np.concatenate([each.links for each in self.crossed]),
             path_loads=self._loads(),
-            dep_start=_starts([np.repeat(np.array([len(deps) for deps in self.deps], np.int32), self.n)]),
+            dep_start=starts(np.repeat(np.array([len(deps) for deps in self.deps], np.int32), self.n)),
             dep_tasks=self._predecessors(),
             rate_cap=self._together(self.caps, self.uncapped),
             weight=self._together(self.weights, self.ones),
@@ -207,12 +207,3 @@ class Rows:
 def _by_task(links: np.ndarray, loads: np.ndarray) -> Crossed:
     loaded = loads > 0
     return Crossed(loaded.sum(axis=1), links[loaded], loads[loaded])
-
-
-def _starts(counts: Sequence[np.ndarray]) -> np.ndarray:
-    """The first link or predecessor of each task that has so many of them, and the end of the last one's."""
-    starts = np.zeros(sum(each.size for each in counts) + 1, np.int32)
-    if counts:
-        np.concatenate(counts, out=starts[1:], casting="same_kind")
-        np.cumsum(starts, out=starts)
-    return starts

@@ -17,7 +17,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import FULL, Mask
 from sp_bench.plan.ops import Plan
-from sp_bench.plan.problem import Problem
+from sp_bench.plan.problem import Problem, flops_per_pair
 from sp_bench.plan.tensors import KV, O
 from sp_bench.simulate.bounds import link_bytes
 
@@ -86,7 +86,8 @@ class Setting:
         known.
         """
         pairs = block**2 if mask == FULL else block * (block - 1) / 2
-        return 4 * HEADS * HEAD_DIM * pairs / self.peak_flops if self.peak_flops else 0.0
+        flops = HEADS * flops_per_pair("forward", HEAD_DIM, HEAD_DIM) * pairs
+        return flops / self.peak_flops if self.peak_flops else 0.0
 
     def _hop(self, mask: Mask) -> tuple[float, float]:
         """Seconds of a hop for each token of a block, and its latency in seconds."""
