@@ -272,7 +272,7 @@ def test_tasks_that_do_not_run(box: SlurmBox, tmp_path: Path, capsys: pytest.Cap
             capsys.readouterr()
             assert main(["status", str(run.folder)]) == 0
             said = capsys.readouterr().out
-            return "2 failed" in said and "UnavailableNodes:n3" in said
+            return "0 running" in said and "2 failed" in said and "UnavailableNodes:n3" in said
 
         wait_for(is_settled, "status to say so")
     finally:
