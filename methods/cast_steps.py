@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import NamedTuple
 
 from sp_bench.plan import (
     DOQ,
@@ -100,66 +99,47 @@ def cast_slices_backward(
     very first slice come first, while rows arrive.
     """
     parts, due = len(odoq) // len(kv), list[Op]()
-    runs = _runs_backward(len(kv), parts, len(stages))
 
-    def cast(keys: int, stage: int) -> list[Op]:
-        return [GroupCast("kv", kv[keys], members, odoq[keys * parts]) for members in stages[stage - 1 : stage]]
+    def cast(keys: int, members: Stages) -> list[Op]:
+        return [GroupCast("kv", kv[keys], of_stage, odoq[keys * parts]) for of_stage in members]
 
-    for run in runs:
-        keys, stage = run.keys, run.stage
-        steps.next()
-        steps.do(*(cast(keys, 1) if run.begins else []))
-        for i in run.new if run.begins else ():
-            steps.do(*bring(i))
-        steps.do(*(cast(keys, stage + 1) if stage else []))
-        members = stages[stage - 1] if stage else (0,)
-        pairs = ((i, kv[keys].at(u), dkv[keys].at(u)) for i in run.slices for u in members)
-        steps.do(Gathered(tuple(AttendBackward(odoq[i], x, dq[i], dx) for i, x, dx in pairs)))
-        for i in run.next_new:
-            steps.do(*bring(i))
-        for i in run.done:
-            steps.do(*take_back(i))
-        if stage:
-            steps.do(*due, GroupReduce("dkv", dkv[keys], members, odoq[keys * parts], stage))
-            due = [Fold(dkv[keys].arriving(stage), dkv[keys])]
-        if run.ends:
-            steps.do(*due, *take_back_keys(keys))
-            due = []
-
-
-class _Run(NamedTuple):
-    """Blocks of some slices with one stage's rows of their keys."""
-
-    keys: int
-    stage: int
-    """From 1; 0: the rank's own rows."""
-    slices: Sequence[int]
-    new: Sequence[int]
-    """The slices that no run before has."""
-    next_new: Sequence[int]
-    """`new` of the next run with these keys."""
-    done: Sequence[int]
-    """The slices that no run after has."""
-    begins: bool
-    """Whether it is the first one with its keys."""
-    ends: bool
-
-
-def _runs_backward(all_keys: int, parts: int, stages: int) -> list[_Run]:
-    """The runs of cast_slices_backward, for `parts` slices with each of the keys."""
-    runs = list[_Run]()
-    for keys in range(all_keys):
+    for keys in range(len(kv)):
         slices = range(keys * parts, (keys + 1) * parts)
         early = slices[:1] if parts > 1 and not keys else slices[:0]
-        each = [(0, [i]) for i in early] + [(s + 1, [*slices]) for s in range(stages)]
-        each += [(0, [i]) for i in slices[len(early) :]]
-        had = [{i for _, others in each[:at] for i in others} for at in range(len(each))]
-        new = [[i for i in some if i not in before] for (_, some), before in zip(each, had, strict=True)]
-        for at, (stage, some) in enumerate(each):
-            later = {i for _, others in each[at + 1 :] for i in others}
-            done = [i for i in some if i not in later]
-            runs.append(_Run(keys, stage, some, new[at], sum(new[at + 1 : at + 2], []), done, not at, not later))
-    return runs
+        runs = [*((0, [i]) for i in early), *((s, [*slices]) for s in range(1, len(stages) + 1))]
+        runs += [(0, [i]) for i in slices[len(early) :]]
+        for at, (stage, some) in enumerate(runs):
+            steps.next()
+            if not at:
+                steps.do(*cast(keys, stages[:1]), *_each(bring, some))
+            steps.do(*(cast(keys, stages[stage : stage + 1]) if stage else []))
+            members = stages[stage - 1] if stage else (0,)
+            pairs = ((i, kv[keys].at(u), dkv[keys].at(u)) for i in some for u in members)
+            steps.do(Gathered(tuple(AttendBackward(odoq[i], x, dq[i], dx) for i, x, dx in pairs)))
+            steps.do(*_each(bring, _not_in(runs[: at + 1], _slices(runs[at + 1 : at + 2]))))
+            steps.do(*_each(take_back, _not_in(runs[at + 1 :], some)))
+            if stage:
+                steps.do(*due, GroupReduce("dkv", dkv[keys], members, odoq[keys * parts], stage))
+                due = [Fold(dkv[keys].arriving(stage), dkv[keys])]
+        steps.do(*due, *take_back_keys(keys))
+        due = []
+
+
+_Runs = Sequence[tuple[int, Sequence[int]]]
+"""Blocks one after the other: (the stage of their rows of keys, from 1, or 0 for the rank's own; their slices)."""
+
+
+def _slices(runs: _Runs) -> list[int]:
+    return [i for _, some in runs for i in some]
+
+
+def _not_in(runs: _Runs, some: Sequence[int]) -> list[int]:
+    """The slices that none of the runs has."""
+    return [i for i in some if i not in _slices(runs)]
+
+
+def _each(of_slice: Callable[[int], list[Op]], slices: Sequence[int]) -> list[Op]:
+    return [op for i in slices for op in of_slice(i)]
 
 
 def trade_rows(steps: Steps, q: Chunk, kv: Chunk, o: Chunk, stages: Stages) -> None:

@@ -19,10 +19,10 @@ from sp_bench.cluster.kernel_table import KernelTable
 from sp_bench.cluster.memory_costs import MemoryCosts
 from sp_bench.cluster.variable import Kernel, blocks_s, joined_s
 from sp_bench.errors import RequestError
-from sp_bench.plan.intervals import Sizes
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import DTYPE_BYTES, Problem, flops_per_pair
-from sp_bench.plan.regions import Region, RegionKind, rows_in
+from sp_bench.plan.region_table import Sizes, rows_seen, table_of
+from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.reading import read
 
 FORMS = ("PCIe", "NVL")
@@ -191,7 +191,7 @@ class DeviceCosts(MemoryCosts):
         if problem.decodes:
             return np.concatenate([self.caches_s(problem, [q]) for q in range(problem.n)])
         classes = [blocks.regions_of(kind) for kind in range(blocks.classes)]
-        seen = np.array([rows_in(region.plain.kv for region in regions) for regions in classes])
+        seen = np.array([rows_seen(table_of(regions).plain)[1] for regions in classes])
         several = np.array([len(regions) > 1 for regions in classes])
         seconds = np.array([self.regions_s(problem, phase, regions) for regions in classes], float)
         return seconds + self.makings_s(problem, phase, seen, several)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 from sp_bench.lower.early import PrepostedReceive, pipelined_sends, preposted_receives
@@ -22,7 +22,8 @@ from sp_bench.lower.staging import (
     unsummed_partials,
 )
 from sp_bench.lower.transports import NCCL, TransportKind
-from sp_bench.plan.ops import AllToAll, Chunk, Plan, RowCollective, keep
+from sp_bench.plan.documents import Packed
+from sp_bench.plan.ops import AllToAll, Chunk, Fused, Gathered, GroupCast, GroupReduce, Plan, RowCollective, keep
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import ReceiveBuffer, Schedule, Waits, schedule
 
@@ -85,6 +86,8 @@ class Lowering:
 
 
 _CACHE: WeakKeyDictionary[Plan, dict[tuple[Problem, TransportKind], Lowering]] = WeakKeyDictionary()
+_OF_PACKS: WeakKeyDictionary[Plan, dict[Hashable, Lowering]] = WeakKeyDictionary()
+"""The latest lowerings of packs, by Problem.but_for_documents and transport."""
 
 
 def lower(plan: Plan, problem: Problem, transport: TransportKind = NCCL) -> Lowering:
@@ -95,26 +98,52 @@ def lower(plan: Plan, problem: Problem, transport: TransportKind = NCCL) -> Lowe
     """
     lowerings = _CACHE.setdefault(plan, {})
     if (problem, transport) not in lowerings:
-        order, unsummed = schedule(plan), unsummed_partials(plan, problem)
-        staging = staging_buffers(plan, problem, unsummed, transport)
-        lowering = Lowering(
-            problem=problem,
-            transport=transport,
-            waits=order.waits,
-            buffer_free=order.buffer_free,
-            receive_buffers=order.receive_buffers,
-            unsummed=unsummed,
-            together=read_together(plan, unsummed),
-            views=sliced_in_place(plan, problem, unsummed),
-            staging_buffers=staging,
-            preposted=preposted_receives(plan, order, staging) if transport.preposts else {},
-            pipelined=pipelined_sends(plan, order) if transport.pipelines else {},
-            rows=side_by_side_rows(plan, transport),
-            rows_received=_rows_received(plan, problem, order),
-            in_place=read_in_place(plan, transport),
-        )
-        keep(lowerings, (problem, transport), lowering)
+        keep(lowerings, (problem, transport), _of_any_pack(plan, problem, transport))
     return lowerings[problem, transport]
+
+
+def _of_any_pack(plan: Plan, problem: Problem, transport: TransportKind) -> Lowering:
+    """A lowering, of packs that of another pack, with buffers of its own sizes: users lower each batch."""
+    if not isinstance(problem.mask, Packed) or not plan.kinds.isdisjoint(_BY_DOCUMENTS):
+        return _lowered(plan, problem, transport)
+    known, kind = _OF_PACKS.setdefault(plan, {}), (problem.but_for_documents, transport)
+    if kind not in known:
+        return keep(known, kind, _lowered(plan, problem, transport))
+    known[kind] = alike = _resized(known[kind], plan, problem)
+    return alike
+
+
+def _resized(alike: Lowering, plan: Plan, problem: Problem) -> Lowering:
+    """The lowering for another pack, given that of one."""
+    if alike.problem.largest_chunks == problem.largest_chunks:
+        return replace(alike, problem=problem)
+    staging = staging_buffers(plan, problem, alike.unsummed, alike.transport)
+    return replace(alike, problem=problem, staging_buffers=staging)
+
+
+_BY_DOCUMENTS = (GroupCast, GroupReduce, Gathered, Fused)
+"""Operations of which what is needed depends on the documents."""
+
+
+def _lowered(plan: Plan, problem: Problem, transport: TransportKind) -> Lowering:
+    order, unsummed = schedule(plan), unsummed_partials(plan, problem)
+    staging = staging_buffers(plan, problem, unsummed, transport)
+    return Lowering(
+        problem=problem,
+        transport=transport,
+        waits=order.waits,
+        buffer_free=order.buffer_free,
+        receive_buffers=order.receive_buffers,
+        unsummed=unsummed,
+        together=read_together(plan, unsummed),
+        views=sliced_in_place(plan, problem, unsummed),
+        staging_buffers=staging,
+        preposted=preposted_receives(plan, order, staging) if transport.preposts else {},
+        pipelined=pipelined_sends(plan, order) if transport.pipelines else {},
+        rows=side_by_side_rows(plan, transport),
+        rows_received=_rows_received(plan, problem, order),
+        in_place=read_in_place(plan, transport),
+    )
 
 
 def _rows_received(plan: Plan, problem: Problem, order: Schedule) -> dict[ReceiveBuffer, tuple[TensorSpec, ...]]:

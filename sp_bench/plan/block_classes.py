@@ -73,7 +73,7 @@ def block_classes(plan: Plan, problem: Problem) -> BlockClasses:
     which pairs of chunks an operation has to do with.
     """
     known, numbering = _CACHE.setdefault(plan, {}), problem.blocks.numbering
-    apart = [index for index, op in plan if isinstance(op, Gathered) and op.pairs != "all"]
+    apart = [i for i, op in plan if isinstance(op, Gathered) and op.pairs != "all"] if Gathered in plan.kinds else []
     if numbering not in known:
         known[numbering] = _find(plan, problem)
     if apart and problem not in known:

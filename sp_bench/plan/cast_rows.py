@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
 from sp_bench.plan.block_classes import block_classes
 from sp_bench.plan.casts import Casts, Gathering, Keys, Work, casts
 from sp_bench.plan.groups import Grid, Group
-from sp_bench.plan.ops import Block, Chunk, Gathered, GroupCast, GroupReduce, Place, Plan, RowCollective, relays
+from sp_bench.plan.ops import Chunk, Gathered, GroupCast, GroupReduce, Place, Plan, RowCollective, relays
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import by_keys
+from sp_bench.plan.region_table import by_keys
 from sp_bench.plan.tensors import KV, Q
 from sp_bench.plan.travel import QueryCasts, travel
 
@@ -125,7 +126,7 @@ def keys_of(op: Gathered, problem: Problem, rank: int) -> Keys:
     Rows are of keys, in the order of their positions, or of queries that travelled, and then all of the rank's keys.
     """
     keys = _keys(casts_of(op, problem), _chunks(op, problem, rank))
-    return keys if op.forward else keys._replace(regions=tuple(by_keys(keys.regions)))
+    return keys if op.forward else keys._replace(regions=by_keys(keys.regions))
 
 
 @lru_cache(maxsize=64)
@@ -137,16 +138,13 @@ def find_regions(plan: Plan, problem: Problem, rank: int) -> None:
     """Have the regions found of all blocks that a rank computes: at once, as that is faster."""
     if not problem.mask.in_pieces:
         return
-    table, alone = block_classes(plan, problem), list[int]()
-    gathered = list[Gathered]()
-    for index, op in plan:
-        if isinstance(op, Gathered):
-            gathered.append(op)
-        elif isinstance(op, Block):
-            alone += range(table.first[index], table.first[index] + len(op.blocks))
-    problem.blocks.find(np.unique(table.of[alone, rank]))
+    table, gathered = block_classes(plan, problem), dict[int, Gathered]()
+    if Gathered in plan.kinds:
+        gathered = {index: op for index, op in plan if isinstance(op, Gathered)}
+    together = (range(table.first[at], table.first[at] + len(op.blocks)) for at, op in gathered.items())
+    problem.blocks.find(np.unique(np.delete(table.of[:, rank], [*chain.from_iterable(together)])))
     by_rows: dict[Casts | QueryCasts, list[Gathering]] = {}
-    for op in gathered:
+    for op in gathered.values():
         by_rows.setdefault(casts_of(op, problem), []).append(_chunks(op, problem, rank))
     for of_casts, wanted in by_rows.items():
         of_casts.find(wanted)

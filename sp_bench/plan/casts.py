@@ -16,12 +16,13 @@ import numpy as np
 
 from sp_bench.plan.alike import Alike
 from sp_bench.plan.documents import Documents, Packed
-from sp_bench.plan.intervals import Runs, Sizes, covered, regions_of_runs, runs_of, sizes_of
+from sp_bench.plan.intervals import Runs, covered, regions_of_runs, runs_of
 from sp_bench.plan.layout import Shards
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.pack_blocks import runs_of_chunks
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import Regions, by_keys, rows_in
+from sp_bench.plan.region_table import Sizes, by_keys, rows_seen, sizes_of
+from sp_bench.plan.regions import Regions
 from sp_bench.plan.sighted import in_runs
 
 
@@ -90,6 +91,7 @@ class Casts:
     """Whether the mask is of a whole sequence, causal or not: one document."""
     without: np.ndarray | None = None
     """Pairs of chunks that are left out (`leaving_out`)."""
+    _rows: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict, init=False, repr=False)
     _keys: dict[Gathering, Keys] = field(default_factory=dict, init=False, repr=False)
     _works: dict[Gathering, tuple[Work, Work]] = field(default_factory=dict, init=False, repr=False)
     _relayed: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False, repr=False)
@@ -130,7 +132,7 @@ class Casts:
     def _counted(self, seen: np.ndarray) -> np.ndarray:
         counts, tokens = np.zeros((len(seen), self.chunks), np.int64), self._segments.tokens
         for keys, indices in enumerate(self._of_owner):
-            counts[:, keys] = tokens[indices].astype(np.int32) @ seen.T[indices]
+            counts[:, keys] = tokens[indices] @ seen.T[indices].astype(float)  # whole numbers take ten times as long
         return counts
 
     def rows(self, queries: int, keys: int, relays: int = 1) -> np.ndarray:
@@ -140,8 +142,13 @@ class Casts:
         count = self.counts_for(relays)[queries, keys]
         if self.whole or not count:  # none as of most pairs where documents are short
             return np.arange(count)
-        indices = self._segments_of(queries, keys, relays)
-        return whole_numbers(self._segments.row[indices], self._segments.tokens[indices])
+        asked = queries, keys, relays
+        if asked not in self._rows:  # backward asks for those of forward
+            if len(self._rows) > 4 * self.chunks:
+                self._rows.clear()
+            indices = self._segments_of(queries, keys, relays)
+            self._rows[asked] = whole_numbers(self._segments.row[indices], self._segments.tokens[indices])
+        return self._rows[asked]
 
     def keys(self, queries: int, members: tuple[int, ...], relays: int = 1) -> Keys:
         """The rows that queries of a chunk see of several key chunks, as they lie behind each other; of their own chunk
@@ -246,7 +253,7 @@ class Casts:
         """The work of the regions of `keys`, backward of those cut along keys. It is found once."""
         if (of := Gathering(queries, members, relays)) not in self._works:
             regions = self._regions(of)
-            rows = rows_in(region.q for region in regions), rows_in(region.kv for region in regions)
+            rows = rows_seen(regions)
             self._works[of] = Work(sizes_of(regions), *rows), Work(sizes_of(by_keys(regions)), *rows)
         return self._works[of][not forward]
 

@@ -9,41 +9,21 @@ form a strip, which is a rectangle, a triangle at one of its ends, or a band, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sp_bench.plan.regions import Region, RegionKind, Regions
+from sp_bench.plan.region_table import RegionTable
+from sp_bench.plan.regions import Regions
 
 RUNS_AT_ONCE = 1024
 """Few enough that counts by chunk stay in a cache."""
 MANY = 4
 """Keys of so many chunks are counted together."""
-_FITS = 1 << 31
-"""More tokens than this take numbers of 64 bits."""
-
-
-class Sizes(NamedTuple):
-    """Regions as what their time depends on: (regions,) each."""
-
-    kind: np.ndarray
-    """0 for FULL, 1 for CAUSAL, 2 for UPPER; STRICT ones are CAUSAL (Region.plain)."""
-    q_tokens: np.ndarray
-    kv_tokens: np.ndarray
-    pairs: np.ndarray
-
-
-def sizes_of(regions: Iterable[Region]) -> Sizes:
-    """The sizes of regions, in their order."""
-    plain = [region.plain for region in regions]
-    sizes = [(_KINDS.index(each.kind), len(each.q), len(each.kv), each.pairs) for each in plain]
-    kind, q_tokens, kv_tokens, pairs = np.array(sizes, float).reshape(-1, 4).T
-    return Sizes(kind.astype(int), q_tokens, kv_tokens, pairs)
-
-
-_KINDS = (RegionKind.FULL, RegionKind.CAUSAL, RegionKind.UPPER)
+_WIDTHS = (np.int16, np.int32, np.int64)
+"""Tokens of a chunk are counted in the narrowest of these."""
 
 
 class Runs(NamedTuple):
@@ -105,17 +85,48 @@ def _all_stretches(
     mask: Sight, blocks: Sequence[tuple[Runs, Sequence[Runs]]]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(the place of the block, the first query, the number of queries, `below`) of the stretches of all blocks."""
-    stretches = [_stretches_of(mask, q, keys) for q, keys in blocks]
-    sizes = [row.size // len(keys) for (row, *_), (_, keys) in zip(stretches, blocks, strict=True) for _ in keys]
-    row, count, below = (np.concatenate(each, axis=-1) for each in zip(*stretches, strict=True))
-    return np.repeat(np.arange(len(sizes)), sizes), row, count, below
+    places = np.cumsum([0, *(len(keys) for _, keys in blocks)])
+    together: dict[tuple[int, ...], list[int]] = {}
+    for number, (q, keys) in enumerate(blocks):
+        alone = (number,) if q.step > 1 or any(kv.step > 1 for kv in keys) else ()
+        together.setdefault((*map(id, keys), *alone), []).append(number)
+    found = list[tuple[np.ndarray, ...]]()
+    for numbers in _apart(together.values(), blocks):
+        keys = blocks[numbers[0]][1]
+        of, row, count, below = _stretches_of(mask, [blocks[number][0] for number in numbers], keys)
+        place = places[numbers][of] + np.arange(len(keys))[:, None]
+        found.append((place.ravel(), np.tile(row, len(keys)), np.tile(count, len(keys)), *below.reshape(4, -1)))
+    place, row, count, *below = (np.concatenate(each) for each in zip(*found, strict=True))
+    order = np.argsort(place.astype(np.min_scalar_type(int(places[-1]))), kind="stable")
+    return place[order], row[order], count[order], np.stack(below).take(order, axis=1)
 
 
-def _stretches_of(mask: Sight, q: Runs, keys: Sequence[Runs]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(the first query and the number of queries of each stretch, as often as there are keys; `below` of these)."""
-    if not q.start.size:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((4, 0), np.int64)
-    tokens = q.tokens
+def _apart(groups: Iterable[list[int]], blocks: Sequence[tuple[Runs, Sequence[Runs]]]) -> Iterator[list[int]]:
+    """Groups of blocks, without those in which two have a common query, whose blocks come one by one."""
+    for numbers in groups:
+        start, stop = (np.concatenate([blocks[number][0][i] for number in numbers]) for i in range(2))
+        order = np.argsort(start, kind="stable")
+        if (start[order][1:] >= stop[order][:-1]).all():
+            yield numbers
+        else:
+            yield from ([number] for number in numbers)
+
+
+def _stretches_of(
+    mask: Sight, queries: Sequence[Runs], keys: Sequence[Runs]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(the chunk of queries, the first query in it, the number of queries of each stretch; `below` of these and of each
+    chunk of keys: (4, keys, stretches)), by position. The chunks have no common query.
+    """
+    chunk = np.repeat(np.arange(len(queries)), [q.start.size for q in queries])
+    if not chunk.size:
+        return chunk, chunk, chunk, np.zeros((4, len(keys), 0), np.int64)
+    start, tokens = (np.concatenate(each) for each in zip(*((q.start, q.tokens) for q in queries), strict=True))
+    (stop, step), order = (np.concatenate([q.stop for q in queries]), queries[0].step), np.argsort(start, kind="stable")
+    firsts = [np.cumsum(q.tokens) - q.tokens for q in queries]
+    chunk, first = chunk[order], np.concatenate(firsts)[order]
+    q = Runs(start[order], stop[order], step)
+    tokens = tokens[order]
     behind = np.cumsum(tokens)
     turns = mask.turns(q.start[0], q.stop[-1], np.concatenate([ends for kv in keys for ends in (kv.start, kv.stop)]))
     begins = np.zeros(behind[-1] + 1, bool)
@@ -123,17 +134,15 @@ def _stretches_of(mask: Sight, q: Runs, keys: Sequence[Runs]) -> tuple[np.ndarra
     row = np.flatnonzero(begins[:-1])
     count = np.diff(row, append=behind[-1])
     run = np.searchsorted(behind, row, "right")
-    at = q.start[run] + (row - behind[run] + tokens[run]) * q.step
+    into = row - (behind - tokens)[run]
+    at = q.start[run] + into * q.step
     seen = np.concatenate(mask.sees(np.concatenate([at, at + (count - 1) * q.step])))
-    return (
-        np.tile(row, len(keys)),
-        np.tile(count, len(keys)),
-        keys_below(keys, seen).reshape(len(keys), 4, -1).swapaxes(0, 1).reshape(4, -1),
-    )
+    below = keys_below(keys, seen).astype(np.int64).reshape(len(keys), 4, -1).swapaxes(0, 1)
+    return chunk[run], first[run] + into, count, below
 
 
 def keys_below(keys: Sequence[Runs], positions: np.ndarray) -> np.ndarray:
-    """Runs.below of the runs of several chunks, of which no two have a common key: (chunks, positions)."""
+    """Runs.below of the runs of several chunks without a common key: (chunks, positions), in the narrowest integers."""
     if len(keys) < MANY or any(kv.step > 1 for kv in keys):
         return np.stack([kv.below(positions) for kv in keys])
     owner = np.repeat(np.arange(len(keys)), [kv.start.size for kv in keys])
@@ -142,10 +151,11 @@ def keys_below(keys: Sequence[Runs], positions: np.ndarray) -> np.ndarray:
     owner, start, stop = owner[order], start[order], stop[order]
     at, of = np.unique(positions, return_inverse=True)
     # All runs that begin below a position count in full, but what the last of them has above it.
-    below = np.zeros((at.size + 1, len(keys)), np.int32 if stop.max(initial=0) < _FITS else np.int64)
+    most = int(np.bincount(owner, stop - start).max(initial=0))
+    below = np.zeros((at.size + 1, len(keys)), next(one for one in _WIDTHS if most <= np.iinfo(one).max))
     cells = np.searchsorted(at, start, "right") * len(keys) + owner
     np.add.at(below.reshape(-1), cells, (stop - start).astype(below.dtype))  # fast for one index, of one dtype
-    below.cumsum(axis=0, out=below)
+    add_up(below)
     last = np.searchsorted(start, at, "left") - 1
     after_a_run = np.flatnonzero(last >= 0)
     below[after_a_run, owner[last[after_a_run]]] -= np.maximum(stop[last[after_a_run]] - at[after_a_run], 0)
@@ -271,9 +281,7 @@ def _regions(strips: Strips, blocks: int) -> list[Regions]:
     q_stop[firsts] = q_stop[lasts]
     order = np.lexsort((place, block))
     order = order[place[order] >= 0]
-    of_kind, *ends = (x[order].tolist() for x in (kind, q_start, q_stop, kv_start, kv_stop))
-    rows = zip(map(_KINDS.__getitem__, of_kind), map(range, *ends[:2]), map(range, *ends[2:]), strict=True)
-    regions: Regions = tuple(map(partial(tuple.__new__, Region), rows))  # a third of the time of calling Region
+    regions = RegionTable(np.stack([kind, q_start, q_stop, kv_start, kv_stop]).take(order, axis=1))
     behind = np.cumsum(np.bincount(block[order], minlength=blocks)).tolist()
     return [regions[start:stop] for start, stop in zip([0, *behind], behind, strict=False)]
 
@@ -321,8 +329,23 @@ def covered(row: np.ndarray, first: np.ndarray, stop: np.ndarray, shape: tuple[i
     change = np.zeros((columns + 1, rows), fits)  # column by column, as sums along rows take three times as long
     np.add.at(change.reshape(-1), first * rows + row, fits(1))
     np.add.at(change.reshape(-1), stop * rows + row, fits(-1))
-    change.cumsum(axis=0, dtype=fits, out=change)
+    add_up(change)
     return (change[:-1] > 0).T
+
+
+def add_up(rows: np.ndarray) -> None:
+    """Add to each row all rows before it, in place: (rows, columns), contiguous. np.cumsum goes down each column, which
+    takes four times as long where there are many rows.
+    """
+    count = math.isqrt(len(rows))
+    whole = count * (len(rows) // max(count, 1))
+    slabs = rows[:whole].reshape(-1, max(count, 1), rows.shape[1])
+    for row in range(1, count):
+        slabs[:, row] += slabs[:, row - 1]
+    for slab in range(1, len(slabs)):
+        slabs[slab] += slabs[slab - 1, -1]
+    for row in range(max(whole, 1), len(rows)):
+        rows[row] += rows[row - 1]
 
 
 def pair_counts(

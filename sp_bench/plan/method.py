@@ -180,7 +180,7 @@ class Method(ABC):
         problem = self.assigned(problem)
         if not isinstance(problem.mask, Packed) or self.fuse or self.plans_by_rows:
             return self._made(problem, phase, costs)
-        key = self, phase, costs, *_size(problem, problem.mask)
+        key = self, phase, costs, *problem.but_for_documents, *problem.largest_chunks
         if (shared := _OF_PACKS.get(key)) is None:
             _OF_PACKS[key] = shared = self._made(problem, phase, costs)
         return shared
@@ -211,14 +211,6 @@ class Method(ABC):
 
 _OF_PACKS: WeakValueDictionary[Hashable, Plan] = WeakValueDictionary()
 """The plans of packs that are in use."""
-
-
-def _size(problem: Problem, mask: Packed) -> tuple[Hashable, ...]:
-    """All that a plan can depend on of a problem with a pack: not its documents, but the largest chunks."""
-    plain = (getattr(problem, each.name) for each in fields(problem) if each.name not in ("mask", "layout"))
-    seen = mask.name, mask.causal, mask.windowed, problem.history
-    assigned = problem.layout.name, problem.layout.head_parallel, problem.queries.largest, problem.keys.largest
-    return (*plain, *seen, *assigned)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -123,6 +124,11 @@ class Plan:
     def ends_with(self) -> tuple[Chunk, ...]:
         """The chunks that a rank must have after the last operation."""
         return self.outputs + (self.kept if self.phase == "forward" else ())
+
+    @cached_property
+    def kinds(self) -> frozenset[type]:
+        """The kinds of its operations."""
+        return frozenset(map(type, self.ops))
 
     @property
     def lanes(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from sp_bench.plan.regions import Regions
 if TYPE_CHECKING:
     from sp_bench.plan.documents import Packed
 
-CELLS_AT_ONCE = 2**21
+CELLS_AT_ONCE = 2**17
 """Runs of keys times chunks that are looked at together."""
 NO_ROW = 2**30
 """More rows than any chunk has."""
@@ -39,11 +39,49 @@ class _Cells(NamedTuple):
     """The first cell that it meets, and the one behind the last: (runs,)."""
     behind: np.ndarray
 
-    def met_by(self, low: int, high: int) -> np.ndarray:
-        """Whether each of the other side's chunks from low to high meets a cell: (high - low, cells)."""
-        some = (low <= self.chunk) & (self.chunk < high)
-        few = self.chunk[some] - low, self.first[some], self.behind[some]
-        return covered(*few, (high - low, self.owner.size))
+    def met_by(self, chunk: int) -> np.ndarray:
+        """Whether one of the other side's chunks meets each cell: (cells,)."""
+        of_it = self.chunk == chunk
+        return covered(self.chunk[of_it] - chunk, self.first[of_it], self.behind[of_it], (1, self.owner.size))[0]
+
+    def met(self, low: int, high: int, chunks: int) -> np.ndarray:
+        """Whether each of the other side's chunks meets the cells from low to high: (high - low, chunks)."""
+        some = (self.first < high) & (self.behind > low)
+        ends = (np.clip(each[some] - low, 0, high - low) for each in (self.first, self.behind))
+        return covered(self.chunk[some], *ends, (chunks, high - low)).T
+
+    @property
+    def from_behind(self) -> _Cells:
+        """The cells with the last one first."""
+        cells = self.owner.size
+        return _Cells(self.owner[::-1], self.tokens[::-1], self.chunk, cells - self.behind, cells - self.first)
+
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Each cell as rows of its chunk: (the first, the one behind the last), (cells,) each."""
+        order = np.argsort(self.owner, kind="stable")  # that of the rows of chunks
+        tokens = self.tokens[order]
+        begins, ends = np.flatnonzero(np.diff(self.owner[order], prepend=-1)), np.cumsum(tokens)
+        stop = np.empty(order.size, np.int32)
+        stop[order] = ends - np.repeat(ends[begins] - tokens[begins], np.diff(np.append(begins, order.size)))
+        return stop - self.tokens.astype(np.int32), stop
+
+    def first_met(self, numbers: np.ndarray, chunks: int) -> np.ndarray:
+        """The number, (cells,), of the first cell of each owner that each chunk meets, or 0: (chunks, owners)."""
+        found, at_once = np.zeros((chunks, chunks), np.int32), max(1, CELLS_AT_ONCE // chunks)
+        unknown = np.ones((chunks, chunks), bool)
+        for low in range(0, self.owner.size, at_once):
+            high = min(low + at_once, self.owner.size)
+            order = np.argsort(self.owner[low:high], kind="stable")
+            of_cells, met = self.owner[low:high][order], self.met(low, high, chunks).take(order, axis=0)
+            begins = np.flatnonzero(np.diff(of_cells, prepend=-1))
+            places = np.where(met, np.arange(order.size, dtype=np.int32)[:, None], NO_ROW)
+            first = np.minimum.reduceat(places, begins)
+            owner, chunk = np.nonzero((first < NO_ROW) & unknown[:, of_cells[begins]].T)
+            found[chunk, of_cells[begins][owner]] = numbers[low:high][order][first[owner, chunk]]
+            unknown[chunk, of_cells[begins][owner]] = False
+            if not unknown.any():  # as of most packs after few documents
+                break
+        return found
 
 
 class Shapes(NamedTuple):
@@ -186,7 +224,7 @@ class PackBlocks(Blocks):
         queries, keys = self._neighbours
         cells, counts = _cells(keys, queries, *self._keys_met), np.empty((self.chunks, self.chunks))
         for each in range(self.chunks):
-            (seen,) = cells.met_by(each, each + 1)
+            seen = cells.met_by(each)
             counts[each] = np.bincount(cells.owner[seen], cells.tokens[seen], self.chunks)
         return counts.ravel()
 
@@ -230,20 +268,9 @@ class PackBlocks(Blocks):
 
     def _rows_met(self, cells: _Cells) -> np.ndarray:
         """The rows of cells that each chunk meets, (the first, the one behind the last): (2, chunks, owners)."""
-        order = np.argsort(cells.owner, kind="stable")  # that of the rows of chunks
-        of_cells, tokens = cells.owner[order], cells.tokens[order].astype(np.int32)
-        begins, ends = np.flatnonzero(np.diff(of_cells, prepend=-1)), np.cumsum(tokens, dtype=np.int32)
-        sizes = np.diff(np.append(begins, order.size))
-        below = ends - np.repeat(ends[begins] - tokens[begins], sizes)
-        above = below - tokens
-        rows, owners = np.zeros((2, self.chunks, self.chunks), np.int32), of_cells[begins]
-        at_once = max(1, CELLS_AT_ONCE // order.size)
-        for low in range(0, self.chunks, at_once):
-            met = cells.met_by(low, min(low + at_once, self.chunks)).T.take(order, axis=0)
-            rows[1, low : low + at_once, owners] = np.maximum.reduceat(met * below[:, None], begins)
-            from_end = np.maximum.reduceat(met * (NO_ROW - above)[:, None], begins)
-            rows[0, low : low + at_once, owners] = np.where(from_end > 0, NO_ROW - from_end, 0)
-        return rows
+        start, stop = cells.rows()
+        first, last = cells.first_met(start, self.chunks), cells.from_behind.first_met(stop[::-1], self.chunks)
+        return np.stack([first, last])
 
     @cached_property
     def _neighbours(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -351,9 +378,9 @@ def _cells(cut: np.ndarray, others: np.ndarray, first: np.ndarray, behind: np.nd
     `others` meets those from `first` to `behind`.
     """
     owner, begin, end = cut
-    edges = np.sort(np.concatenate([begin, end, first, behind]))
+    edges = np.sort(np.concatenate([begin, end, first, behind]), kind="stable")  # each is ascending
     edges = edges[np.diff(edges, prepend=edges[0] - 1) > 0]  # np.unique hashes, which takes far longer
-    of_cells = owner[np.searchsorted(begin, edges[:-1], "right") - 1]
+    of_cells = owner.astype(np.min_scalar_type(int(owner.max())))[np.searchsorted(begin, edges[:-1], "right") - 1]
     return _Cells(of_cells, np.diff(edges), others[0], np.searchsorted(edges, first), np.searchsorted(edges, behind))
 
 

@@ -7,7 +7,8 @@ owner's rank, or an array of ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -185,6 +186,22 @@ class Problem:
     def history(self) -> int:
         """How many keys are before all queries, and are assigned on their own."""
         return self.mask.history(self.seqlen, self.kv_seqlen or self.seqlen)
+
+    @property
+    def but_for_documents(self) -> tuple[Hashable, ...]:
+        """All that tells apart problems with packs, but for their documents and the sizes of chunks."""
+        assert isinstance(self.mask, Packed), "a pack"
+        plain = (getattr(self, each.name) for each in fields(self) if each.name not in ("mask", "layout"))
+        seen = self.mask.name, self.mask.causal, self.mask.windowed, self.mask.held, self.history
+        in_runs = self.queries.in_runs, self.keys.in_runs
+        return (*plain, *seen, self.layout.name, self.layout.head_parallel, *in_runs)
+
+    @property
+    def largest_chunks(self) -> tuple[int, ...]:
+        """Tokens of the rank with most of them and of the largest chunk, of queries and of keys: what is made for these
+        is large enough for others.
+        """
+        return tuple(tokens for each in (self.queries, self.keys) for tokens in (each.most, each.largest))
 
     def shards_of(self, rows: Field | Tensor) -> Shards:
         """The tokens of which a field or a tensor has rows: keys or queries."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ class Region(NamedTuple):
         return self
 
 
-Regions = tuple[Region, ...]
+Regions = Sequence[Region]
 """The unmasked regions of a block; empty if all of it is masked."""
 
 
@@ -89,66 +89,3 @@ def merged(regions: Regions) -> Regions:
                 joined = Region(RegionKind.FULL, range(other.q.start, joined.q.stop), joined.kv)
         joined_regions.append(joined)
     return tuple(joined_regions)
-
-
-def stacks(regions: Iterable[Region], alike: Callable[[Region], object], *, shared: bool = False) -> list[list[Region]]:
-    """Regions that one call for variable lengths can take together: alike ones.
-
-    No two have a common query or key, unless these may be `shared`. Without STRICT ones (Region.plain).
-    """
-    groups: dict[object, list[list[Region]]] = {}
-    for region in sorted((region.plain for region in regions), key=lambda region: (region.q.start, region.kv.start)):
-        of_kind = groups.setdefault(alike(region), [])
-        for stack in of_kind:
-            if shared or _follows(region, stack):
-                stack.append(region)
-                break
-        else:
-            of_kind.append([region])
-    return [stack for of_kind in groups.values() for stack in of_kind]
-
-
-def _follows(region: Region, stack: list[Region]) -> bool:
-    return stack[-1].q.stop <= region.q.start and all(_apart(region.kv, other.kv) for other in stack)
-
-
-def rows_in(runs: Iterable[range]) -> int:
-    """How many rows are in some of the runs."""
-    count, stop = 0, 0
-    for run in sorted(runs, key=lambda run: run.start):
-        count += max(run.stop - max(run.start, stop), 0)
-        stop = max(stop, run.stop)
-    return count
-
-
-def by_keys(regions: Iterable[Region]) -> list[Region]:
-    """The same pairs, with FULL regions of neighbouring queries that see the same first keys cut along their keys.
-
-    Of queries that see more and more keys, each run of keys is then a region with all queries that see it. A backward
-    kernel loops over the queries of a region, and is faster with more of them.
-    """
-    full = sorted((region for region in regions if region.kind is RegionKind.FULL), key=lambda region: region.q.start)
-    others, stairs = [region for region in regions if region.kind is not RegionKind.FULL], list[Region]()
-    for region in full:
-        if stairs and not _climbs(stairs[-1], region):
-            others += _cut_by_keys(stairs)
-            stairs = []
-        stairs.append(region)
-    return [*others, *_cut_by_keys(stairs)]
-
-
-def _climbs(one: Region, other: Region) -> bool:
-    return one.q.stop == other.q.start and one.kv.start == other.kv.start and one.kv.stop <= other.kv.stop
-
-
-def _cut_by_keys(stairs: list[Region]) -> list[Region]:
-    cut, first = [], stairs[0].kv.start if stairs else 0
-    for region in stairs:
-        if region.kv.stop > first:
-            cut.append(Region(RegionKind.FULL, range(region.q.start, stairs[-1].q.stop), range(first, region.kv.stop)))
-            first = region.kv.stop
-    return cut
-
-
-def _apart(one: range, other: range) -> bool:
-    return one.stop <= other.start or other.stop <= one.start

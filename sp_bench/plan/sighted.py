@@ -60,7 +60,7 @@ class Sighted:
     def rows(self, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Runs of queries of one chunk that see a key of another: (the position of the first, its row, how many)."""
         low, high = self.first[queries : queries + 2]
-        seen = self.seen[low:high, keys]
+        seen = self.seen[low:high, keys].astype(np.int64)
         last_seen = seen.copy()
         moves = slice(*np.searchsorted(self.moves.stretch, (low, high)))
         stretch, chunk, by = (each[moves] for each in self.moves)
@@ -77,7 +77,8 @@ class Sighted:
         """Sums over the queries of each chunk of what stretches have by the keys that are seen: (chunks, chunks)."""
         inner = self.first[1:-1]
         each = zip(np.split(self.tokens, inner), np.split(self.seen, inner), strict=True)
-        return np.stack([tokens @ of(seen) for tokens, seen in each])  # np.add.reduceat takes four times as long
+        # np.add.reduceat takes four times as long, and so do products of whole numbers.
+        return np.stack([tokens @ of(seen).astype(float) for tokens, seen in each]).astype(np.int64)
 
 
 def _that_see(tokens: np.ndarray, seen: np.ndarray, last_seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

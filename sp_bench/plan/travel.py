@@ -21,9 +21,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from sp_bench.plan.casts import Casts, Gathering, Keys, Work, casts, whole_numbers
-from sp_bench.plan.intervals import Runs, regions_of_runs, sizes_of
+from sp_bench.plan.intervals import Runs, regions_of_runs
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import by_keys, rows_in
+from sp_bench.plan.region_table import by_keys, rows_seen, sizes_of
 from sp_bench.plan.sighted import Sighted, sighted
 from sp_bench.plan.tensors import DKV, DOQ, DQ, KV, O, Q, Tensor
 
@@ -105,7 +105,7 @@ class QueryCasts:
     def _work(self, of: Gathering, *, forward: bool) -> Work:
         if of not in self._works:
             regions = self.keys(*of).regions
-            rows = rows_in(region.q for region in regions), rows_in(region.kv for region in regions)
+            rows = rows_seen(regions)
             self._works[of] = Work(sizes_of(regions), *rows), Work(sizes_of(by_keys(regions)), *rows)
         return self._works[of][not forward]
 

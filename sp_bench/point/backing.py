@@ -41,6 +41,7 @@ FILE = Path(__file__).with_name("backing.json")
 BETWEEN_NODES = "several nodes"
 TELLING = 0.03
 """Times that differ by less are not told apart: repetitions of published measurements differ as much."""
+ALL_TO_ALLS, CAST = "all-to-alls", "rows cast"
 PACKS = f"mask={Documents.name}"
 """The mask's class of packed documents without a window."""
 OF_NO_TIME = ("peak_tflops", "memory_bytes", "caches")
@@ -142,8 +143,8 @@ def transfers_of(plans: Iterable[Plan], *, of_packs: bool = False) -> str:
             continue
         passed = "KV passed on" if op.tensor.of_keys else "Q and outputs passed on"
         if of_packs and isinstance(op, RowCollective):
-            passed = "rows cast" if op.tensor.of_keys else "rows of Q and outputs cast"
-        kinds.add("all-to-alls" if isinstance(op, AllToAll) else passed)
+            passed = CAST if op.tensor.of_keys else "rows of Q and outputs cast"
+        kinds.add(ALL_TO_ALLS if isinstance(op, AllToAll) else passed)
     return " and ".join(sorted(kinds)) or "no transfers"
 
 
@@ -219,6 +220,9 @@ def validated(request: Request, choice: Choice) -> Validation:
         return Validation(kind, None, f"measurements of {kind} are of the default transport")
     if choice.problem.padded:
         return Validation(kind, None, f"measurements of {kind} have no padded heads")
+    sliced = choice.problem.head_slices > 1 and ALL_TO_ALLS in kind.transfers
+    if sliced and CAST not in kind.transfers:  # measured group casts stand for those that take slices by themselves
+        return Validation(kind, None, f"measurements of {kind} exchange all heads at once")
     if FUSED in choice.variant.split():
         return Validation(kind, None, f"measurements of {kind} have no fused blocks")
     if figures_of(request.config["cluster"], kind, device.figures(choice.problem)) not in row.clusters.values():

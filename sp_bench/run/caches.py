@@ -234,9 +234,7 @@ def in_pages(problem: Problem, rank: int, k: Tensor, v: Tensor) -> tuple[Tensor,
 
 
 class _Call(NamedTuple):
-    """A kernel call, and the rows that it reads: runs where its pieces lie one behind the other, so that none are
-    copied.
-    """
+    """A kernel call, and the rows that it reads."""
 
     q: Rows
     kv: Rows
@@ -244,10 +242,7 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(cls, call: Region | Pieces) -> _Call:
-        if isinstance(call, Region):
-            return cls(call.q, call.kv, call.kind)
-        q, kv = _run([region.q for region in call.regions]), _run([region.kv for region in call.regions])
-        return cls(call.queries if q is None else q, call.keys if kv is None else kv, call)
+        return cls(call.q, call.kv, call.kind) if isinstance(call, Region) else cls(call.queries, call.keys, call)
 
     def perform(
         self, kernel: BlockKernel, operands: tuple[Tensor, Tensor, Tensor], into: tuple[Tensor, Tensor]

@@ -15,9 +15,9 @@ from sp_bench.cluster.variable import Kernel, blocks_s, joined_s
 from sp_bench.packing import documents, lengths_of
 from sp_bench.plan import Problem
 from sp_bench.plan.documents import Window
-from sp_bench.plan.intervals import sizes_of
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import flops_per_pair
+from sp_bench.plan.region_table import sizes_of
 from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.resources import conf_content, conf_files, place
 

@@ -26,7 +26,8 @@ from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import AllToAll, Gathered, GroupCast, Plan
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import Region, RegionKind, by_keys, rows_in, stacks
+from sp_bench.plan.region_table import by_keys, rows_seen, stacks, table_of
+from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.plan.tensors import KV
 from sp_bench.point.choose import choose
 from sp_bench.reading import read
@@ -307,9 +308,10 @@ STAIRS = [Region(RegionKind.FULL, range(4 * i, 4 * i + 4), range(10 * (i + 1))) 
 
 def test_stairs_are_cut_along_their_keys() -> None:
     assert by_keys(STAIRS) == [Region(RegionKind.FULL, range(4 * i, 12), range(10 * i, 10 * i + 10)) for i in range(3)]
-    assert len(stacks(STAIRS, lambda region: region.kind)) == 3
-    assert len(stacks(STAIRS, lambda region: region.kind, shared=True)) == 1
-    assert rows_in(region.kv for region in STAIRS) == 30
+    table = table_of(STAIRS)
+    assert len(stacks(table, table.kind)) == 3
+    assert len(stacks(table, table.kind, shared=True)) == 1
+    assert rows_seen(STAIRS) == (12, 30)
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,19 @@ def places(positions) -> list[int]:
     return [token for run in positions for token in run]
 
 
-@given(packs(cached=True), st.sampled_from([*LAYOUTS, *ASSIGNMENTS]), st.integers(1, 6), st.sampled_from([50, 2**31]))
-def test_all_queries_that_see_a_key_are_found(mask: Packed, name: str, n: int, fits: int) -> None:
+@given(
+    packs(cached=True),
+    st.sampled_from([*LAYOUTS, *ASSIGNMENTS]),
+    st.integers(1, 6),
+    st.sampled_from([intervals._WIDTHS, (np.int8, np.int64)]),
+)
+def test_all_queries_that_see_a_key_are_found(mask: Packed, name: str, n: int, widths: tuple[type, ...]) -> None:
     blocks = mask.blocks(mask.layout(name), n, mask.seqlen)
     assert isinstance(blocks, PackBlocks)
     of_queries = [places(blocks.queries.chunk_positions(chunk)) for chunk in range(n)]
     of_keys = [places(blocks.keys.chunk_positions(chunk)) for chunk in range(n)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(intervals, "_FITS", fits)
+        patch.setattr(intervals, "_WIDTHS", widths)
         of_chunks = sighted(mask, blocks._runs, blocks._key_runs)
     visible = seen(mask)
     for q, queries in enumerate(of_queries):

@@ -164,6 +164,17 @@ def test_the_same_figures_by_another_name_are_validated(overrides: str) -> None:
     assert simulated(overrides).step_ms_validated_low is not None
 
 
+@pytest.mark.parametrize(
+    "overrides", ["method=upipe method.stages=2", "method=group_cast method.ulysses=2 method.slices=2"]
+)
+def test_all_to_alls_in_stages_were_not_measured(overrides: str) -> None:
+    """Of whole sequences. Group casts of packs were measured as this suite takes them, in slices or not."""
+    record = simulated(f"{overrides} gpus=8 kv_heads=8")
+    assert "exchange all heads at once" in (record.validation or "")
+    assert_not_validated(record)
+    assert simulated("method=upipe method.stages=1 gpus=8 kv_heads=8").step_ms_validated_low is not None
+
+
 def test_stragglers_were_not_measured() -> None:
     record = simulated("method=ring gpus=8 stragglers.ranks={0:1.5}")
     assert "have no stragglers" in (record.validation or "")

@@ -5,11 +5,16 @@ from __future__ import annotations
 import cProfile
 import pstats
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from sp_bench.kernels.pieces import Pieces, calls
 from sp_bench.lower import NCCL
+from sp_bench.lower.lowering import _lowered, lower
+from sp_bench.lower.transports import GLOO, SYMMETRIC
 from sp_bench.methods import REGISTRY, build
 from sp_bench.packing import lengths_of
 from sp_bench.plan import cast_rows, demand
@@ -103,16 +108,46 @@ def test_packs_of_one_size_share_the_plans_that_would_be_made_of_each(method: st
     assert shared
 
 
+@pytest.mark.parametrize("method", [name for name in REGISTRY if name not in CACHES_OR_ONE_RANK])
+def test_packs_of_one_size_share_what_each_would_be_lowered_to(method: str) -> None:
+    one, other = a_pack(8, seed=1), a_pack(8, seed=2)
+    for layout in REGISTRY[method].all_layouts():
+        chosen = build(method, {"layout": layout})
+        first, second = (replace(problem_of(mask, 8), layout=chosen.layout_of(mask, 8)) for mask in (one, other))
+        for variant in chosen.candidates(first):
+            for phase, transport in product(PHASES, (NCCL, GLOO, SYMMETRIC)):
+                plan = variant.plan(first, phase, COMPUTE_BOUND)
+                lower(plan, variant.assigned(first), transport)
+                again = variant.assigned(second)
+                assert lower(plan, again, transport) == _lowered(plan, again, transport)
+
+
+def test_kernel_calls_of_a_rank_take_no_python_for_each_region() -> None:
+    """Of thousands of regions, one or two calls a block are found, and the rows that they read."""
+    chosen, mask = build("ring", {"layout": "zigzag_documents"}), a_pack(64)
+    problem = chosen.assigned(replace(problem_of(mask, 64), layout=chosen.layout_of(mask, 64)))
+    problem.blocks.find(range(64))
+    regions = [problem.blocks.regions_of(kind) for kind in range(64)]
+    with cProfile.Profile() as profile:
+        found = [calls(each, torch.device("cpu"), varlen=True) for each in regions]
+        pieces = [call for each in found for call in each if isinstance(call, Pieces)]
+        rows = sum(len(call.queries) + call.cumulative(1)[0].numel() for call in pieces)
+    assert sum(map(len, found)) < 80 < 10_000 < sum(map(len, regions)) and rows > 100_000
+    assert pstats.Stats(profile).total_calls < 15_000  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @pytest.mark.parametrize(
     ("method", "options", "most"),
     [
         ("group_cast", {"ulysses": 8, "stages": 2, "layout": "balanced"}, 10_000),
-        ("group_cast", {"ulysses": 1, "stages": 2, "layout": "balanced", "qo_comm": True}, 80_000),
-        ("usp", {"ulysses": 8, "layout": "blocks"}, 10_000),
-        ("hybrid_cp", {"layout": "hybrid"}, 60_000),
-        ("ring", {"layout": "zigzag_documents"}, 40_000),
-        ("striped", {"layout": "striped"}, 40_000),
-        ("burst_attention", {"inner": 8, "layout": "blocks"}, 70_000),
+        ("group_cast", {"ulysses": 1, "stages": 2, "layout": "balanced", "qo_comm": True}, 45_000),
+        ("usp", {"ulysses": 8, "layout": "blocks"}, 8_000),
+        ("hybrid_cp", {"layout": "hybrid"}, 55_000),
+        ("ring", {"layout": "zigzag_documents"}, 33_000),
+        ("striped", {"layout": "striped"}, 20_000),
+        ("burst_attention", {"inner": 8, "layout": "blocks"}, 24_000),
+        ("burst_attention", {"inner": 1, "layout": "zigzag_documents"}, 46_000),
+        ("tasp", {"inner": 16, "rings": 8, "layout": "contiguous"}, 85_000),
     ],
 )
 def test_planning_is_short_on_64_gpus(method: str, options: dict[str, object], most: int) -> None:

@@ -18,6 +18,7 @@ from sp_bench.methods import REGISTRY
 from sp_bench.plan import Problem
 from sp_bench.plan.documents import Packed
 from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.region_table import table_of
 from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.run.latents import Expanding, Latents
 from tests.run.latent_jobs import NAMES, find_errors, of_latents
@@ -135,7 +136,7 @@ def test_padded_heads(ranks: Ranks, n: int, count: int) -> None:
 def test_pieces_are_their_regions_and_add_to_the_matrices_gradients() -> None:
     """Heads that are evenly apart, and some that aren't."""
     regions = (Region(RegionKind.CAUSAL, range(2, 6), range(4)), Region(RegionKind.CAUSAL, range(6, 10), range(5, 9)))
-    pieces, device = Pieces(regions, torch.device("cpu")), torch.device("cpu")
+    pieces, device = Pieces(table_of(regions), torch.device("cpu")), torch.device("cpu")
     problem = Problem(
         n=1, seqlen=16, heads=6, kv_heads=1, head_dim=16, v_head_dim=8, latent_dim=20, rope_dim=4, dtype="float64",
         layout=LAYOUTS["contiguous"],

@@ -16,6 +16,7 @@ from sp_bench.kernels.pieces import Pieces
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.region_table import table_of
 from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.point import Request, resolve
 from sp_bench.run import sms
@@ -117,7 +118,7 @@ def test_flash_attn_3_is_told_in_every_call() -> None:
         out, lse = kernel.forward(block.q, block.k, block.v, RegionKind.FULL)
         kernel.backward(block.dout, block.q, block.k, block.v, out, lse, RegionKind.FULL)
         regions = tuple(Region(RegionKind.CAUSAL, piece, piece) for piece in (range(4), range(4, 8)))
-        pieces = Pieces(regions, torch.device("cpu"))
+        pieces = Pieces(table_of(regions), torch.device("cpu"))
         out, lse = kernel.forward_pieces(block.q, block.k, block.v, pieces)
         kernel.gradients_of_pieces(block.dout, block.q, block.k, block.v, out, lse, pieces)
         assert vars(sys.modules["flash_attn_interface"])["margins"] == [16] * 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -31,14 +33,15 @@ def test_no_tensor_is_copied_from_the_second_execution_on(monkeypatch: pytest.Mo
         assert kernel.takes_varlen(problem.head_dim)
         engine = Engine(plans, problem, kernel, torch.device("cpu"), rank=0, transport=AloneTransport())
         q, k, v, dout = (torch.randn(batch, problem.queries.tokens(0), 2, 32).bfloat16() for _ in range(4))
-        copied, make = [0, 0], torch.tensor
+        copied, made_of = [0, 0], {name: getattr(torch, name) for name in ("tensor", "from_numpy")}
         for turn in range(2):
 
-            def counted(*args: object, turn: int = turn, **how: object) -> torch.Tensor:
+            def counted(name: str, turn: int, *args: object, **how: object) -> torch.Tensor:
                 copied[turn] += 1
-                return make(*args, **how)  # pyright: ignore[reportArgumentType, reportCallIssue]
+                return made_of[name](*args, **how)
 
-            monkeypatch.setattr(torch, "tensor", counted)
+            for name in made_of:
+                monkeypatch.setattr(torch, name, partial(counted, name, turn))
             _, saved = engine.forward(q, k, v)
             engine.backward(dout, saved)
         engine.close()

@@ -18,7 +18,7 @@ def inside(region: Region) -> np.ndarray:
     ]
 
 
-def times_computed(regions: tuple[Region, ...], rows: int, columns: int) -> np.ndarray:
+def times_computed(regions: Regions, rows: int, columns: int) -> np.ndarray:
     """How often the regions compute each pair of a block."""
     times = np.zeros((rows, columns), int)
     for region in regions:
