@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,12 +121,15 @@ def reproduce(chosen: Sequence[Study], out: Path, *, with_notebooks: bool) -> in
     if with_notebooks:
         from sp_bench.analysis import notebooks
 
-        for study in chosen:
-            with console.status(f"notebook {study.name}"):
-                error = notebooks.execute(study.name, out / "notebooks", out / "records")
-            if error:
-                failed.append(study.name)
-                console.print(f"notebook {study.name}: {error}", highlight=False)
+        # Each is executed by a process of its own, which the processes of points leave the cores to.
+        runs.rest()
+        with console.status("notebooks"), ThreadPoolExecutor(runs.workers) as pool:
+            names = [study.name for study in chosen]
+            errors = pool.map(lambda name: notebooks.execute(name, out / "notebooks", out / "records"), names)
+            for name, error in zip(names, errors, strict=True):
+                if error:
+                    failed.append(name)
+                    console.print(f"notebook {name}: {error}", highlight=False)
     seconds = time.perf_counter() - started
     console.print(f"{out / 'report.html'}: {len(ran)} points, {seconds:.0f} s", highlight=False)
     return 1 if failed or runs.failed else 0

@@ -112,8 +112,8 @@ class _Processes:
 
 def _end(workers: list[Worker]) -> None:
     """End processes, which do at the end of their input."""
-    for worker in workers:
-        with worker:
+    while workers:
+        with workers.pop():
             pass
 
 
@@ -146,13 +146,13 @@ class Runs:
         """
         points = list(points)
         todo = [p for p in dict.fromkeys(points) if p not in self._known]
-        simulated = [p for p in todo if not is_measured(p)]
+        simulated = sorted((p for p in todo if not is_measured(p)), key=_largest_first)
         workers = min(self.workers, max(len(simulated) // FEW, min(len(simulated), len(self._processes.idle))))
         if workers > 1:
             self._ask_workers(simulated, workers)
             todo = [p for p in todo if p not in self._known]
-        for one in todo:
-            if not is_measured(one):
+        for one in simulated:
+            if one not in self._known:
                 self._keep(one, record_of(one, self.folder))
         self._measure([p for p in todo if is_measured(p)])
         return [self._known[p] for p in points]
@@ -164,6 +164,10 @@ class Runs:
             if record.status != "ok":
                 raise RuntimeError(f"{record.method} {record.variant}: {record.status}: {record.error}")
         return records
+
+    def rest(self) -> None:
+        """End the processes that have run points, and the memory that they take."""
+        _end(self._processes.idle)
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
         """The result of `make` as JSON: measured once, and kept in <folder>/<name>.json."""
@@ -214,6 +218,16 @@ class Runs:
             _end([worker])
             raise
         self._processes.idle.append(worker)
+
+
+def _largest_first(one: Point) -> tuple[int, str, list[str], str]:
+    """The key by which points are run: those on most GPUs first, so that no process ends long after the others, and one
+    after another those that differ by their clusters alone, whose plans are often the same.
+    """
+    given = dict(text.split("=", 1) for text in one)
+    gpus, cluster = given.get("gpus", ""), given.get("cluster", "")
+    others = [text for text in one if not text.startswith("cluster=")]
+    return -int(gpus) if gpus.isdecimal() else 0, given.get("method", ""), others, cluster
 
 
 def is_measured(one: Point) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from functools import cache, partial
+from weakref import proxy
 
 import msgspec
 import numpy as np
@@ -28,7 +29,8 @@ class BlockCosts:
         if device.implementation.repeats_keys and sum(isinstance(op, Block) for op in plan.ops) < 2:
             # A kernel that a rank calls once gets keys as they are (Implementation.repeats_keys).
             device = device.used_by(msgspec.structs.replace(device.implementation, repeats_keys=()))
-        self._plan, self._problem, self._device, self._lowering = plan, problem, device, lowering
+        self._plan: Plan = proxy(plan)
+        self._problem, self._device, self._lowering = problem, device, lowering
         self._flow = dataflow(plan)
         self.classes = block_classes(plan, problem)
         self.class_s = device.block_s(problem, plan.phase) + _held_s(problem, device)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
 
@@ -34,13 +35,13 @@ from sp_bench.plan.ops import (
     TreeReduce,
 )
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.schedule import Segment, segments
+from sp_bench.plan.schedule import Segment
 from sp_bench.plan.tensors import Tensor
 from sp_bench.plan.transfers import messages, peers
 from sp_bench.simulate import collectives
 from sp_bench.simulate.flows import TaskGraph, Timing
 from sp_bench.simulate.noise import Noise
-from sp_bench.simulate.operations import OperationCosts
+from sp_bench.simulate.operations import operation_costs
 from sp_bench.simulate.rows import CORE_WORK_PER_S, Path, Rows, Tasks
 from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 
@@ -53,6 +54,8 @@ NEARLY = 0.1
 to 8% longer than those of half the keys."""
 FEWER = 4
 """How many times as many ranks a graph has that is worth replacing by an estimate."""
+KEPT_TASKS = 4_000_000
+"""Of so many tasks rows are kept between uncontended_s and build_graph: a hundred MB."""
 LATER_WEIGHT = 1e3
 """The weight of bytes that links carry after their message (Wire.later_bytes): messages, of about 1, go first."""
 
@@ -133,14 +136,22 @@ def build_graph(
 
     With `nearly_alike`, also where blocks of them differ by NEARLY.
     """
+    if use_symmetry and nearly_alike:
+        builder = _nearly(plan, problem, cluster)
+        _KEPT.pop(plan, None)
+        return builder.build()
     return _Builder(plan, problem, cluster, use_symmetry, NEARLY if nearly_alike else 0.0).build()
+
+
+_KEPT: WeakKeyDictionary[Plan, _Builder] = WeakKeyDictionary()
+"""Builders of plans with nearly alike ranks, and with rows."""
 
 
 def build_as_alike(plan: Plan, problem: Problem, cluster: Cluster) -> PlanGraph | None:
     """The task graph of one rank of each kind, where ranks with the same peers and links are of a kind, however long
     their blocks take. None where that is hardly fewer than build_graph has with nearly alike ranks.
     """
-    nearly = _Builder(plan, problem, cluster, True, NEARLY)
+    nearly = _nearly(plan, problem, cluster)
     if FEWER * nearly.ranks.size <= problem.n:
         return None
     alike = _Builder(plan, problem, cluster, True, 1.0)
@@ -152,7 +163,19 @@ def uncontended_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
     slows another down. Ranks that are nearly alike are each as fast as the fastest, and need not run at the same time.
     0.0 where that is no quicker than to solve them. Seconds.
     """
-    return _Builder(plan, problem, cluster, True, NEARLY).uncontended_s()
+    builder = _nearly(plan, problem, cluster)
+    seconds = builder.uncontended_s()
+    if builder.tasks + sum(kept.tasks for kept in _KEPT.values()) <= KEPT_TASKS:
+        _KEPT[plan] = builder
+    return seconds
+
+
+def _nearly(plan: Plan, problem: Problem, cluster: Cluster) -> _Builder:
+    """The builder with nearly alike ranks: the plan's last one, with its rows, where uncontended_s has kept that."""
+    kept = _KEPT.get(plan)
+    if kept and kept.cluster is cluster and kept.problem == problem:
+        return kept
+    return _Builder(plan, problem, cluster, True, NEARLY)
 
 
 class PipelinedStart(NamedTuple):
@@ -183,9 +206,14 @@ class _Flow(NamedTuple):
 
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool, blocks_apart: float) -> None:
-        self.plan, self.problem, self.cluster = plan, problem, cluster
+        # A builder may be kept as long as its plan is in use, and must not be what uses it.
+        self.plan: Plan = proxy(plan)
+        self.problem, self.cluster = problem, cluster
         self.lowering = lower(plan, problem, cluster.transport)
-        self.costs = OperationCosts(plan, problem, cluster.device, self.lowering)
+        self.costs = operation_costs(plan, problem, cluster.device, self.lowering)
+        starts = self.costs.segments
+        self.wanted = [starts.get(i, i) for i, op in plan if i in starts or isinstance(op, Transfer)]
+        """The plan's segments and, by their indices, its transfers."""
         self.algorithms: dict[Collective, Algorithm | None] = {}
         """Those of collectives, of which a plan may have thousands, of few kinds."""
         self.network = cluster.network(problem.n)
@@ -217,10 +245,14 @@ class _Builder:
         self.alike: dict[tuple[Group | Exchange, int, Tensor, bool], list[_Flow]] = {}
         """The flows of transfers that are the same every time."""
 
+    @property
+    def tasks(self) -> int:
+        """How many tasks its rows have by now."""
+        return self.ranks.size * len(self.rows.delays)
+
     def build(self) -> PlanGraph:
-        wanted = self._wanted()
-        self._refuse(wanted)
-        items = self._add_rows(wanted)
+        self._refuse(self.wanted)
+        items = self._items
         work = "flow_bytes" if self.cores else "delay_s"
         tasks, share = self.rows.task_graph(self.cores), np.ones(self.problem.n)
         if not self.exact:
@@ -229,24 +261,15 @@ class _Builder:
 
     def uncontended_s(self) -> float:
         """The makespan if no flow slowed another down; 0.0 where so few tasks are simulated soon enough."""
-        wanted = self._wanted()
-        if not SOME_TASKS < self._most_tasks(wanted) <= MAX_TASKS:
+        if not SOME_TASKS < self._most_tasks(self.wanted) <= MAX_TASKS:
             return 0.0
-        rows = self._add_rows(wanted)[-1].rows.stop  # a run doesn't wait for what links carry after a message
-        for row, seconds in self.least.items():
-            if self.cores:
-                self.rows.sizes[row] = seconds * CORE_WORK_PER_S
-            else:
-                self.rows.delays[row] = seconds
-        return self.rows.uncontended_s(self.cores, rows, alike=self.exact)
+        rows = self._items[-1].rows.stop  # a run doesn't wait for what links carry after a message
+        return self.rows.uncontended_s(self.cores, rows, self.least, alike=self.exact)
 
-    def _wanted(self) -> list[Segment | int]:
-        """The plan's segments and, by their indices, its transfers."""
-        starts = segments(self.plan, self.lowering.waits)
-        return [starts.get(i, i) for i, op in self.plan if i in starts or isinstance(op, Transfer)]
-
-    def _add_rows(self, wanted: Sequence[Segment | int]) -> list[Item]:
-        """Add the rows of all segments and transfers. Returns which are whose."""
+    @cached_property
+    def _items(self) -> list[Item]:
+        """The rows of all segments and transfers, which are added: which are whose."""
+        wanted = self.wanted
         last = next(item for item in reversed(wanted) if isinstance(item, Segment))
         items, previous, work = [], {}, self._work([item for item in wanted if isinstance(item, Segment)])
         for item in wanted:

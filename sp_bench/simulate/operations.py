@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
 
@@ -46,6 +47,8 @@ from sp_bench.plan.transfers import messages, share_sent
 from sp_bench.simulate.blocks import BlockCosts
 from sp_bench.simulate.symmetry import Permutation
 
+FEW_KEPT = 4
+"""Of how many layouts and devices a plan keeps its costs: those of a point."""
 AT_ONCE = 2**16
 """Blocks times ranks whose seconds are looked up at once."""
 
@@ -67,7 +70,13 @@ class OperationCosts:
     """Seconds of the operations of one plan, for ranks that have their devices to themselves."""
 
     def __init__(self, plan: Plan, problem: Problem, device: DeviceCosts, lowering: Lowering) -> None:
-        self._plan, self._problem, self._device, self._lowering = plan, problem, device, lowering
+        # They are kept as long as the plan is in use (operation_costs), and must not be what uses it.
+        self._plan: Plan = proxy(plan)
+        self._problem, self._device, self._lowering = problem, device, lowering
+        self.segments = segments(plan, lowering.waits)
+        """Those of the plan, by the index of their first operation."""
+        self._alike = dict[tuple[int, ...], _Summed]()
+        """Of segments that take all ranks the same operations, by these, what is summed of them."""
         self._blocks = BlockCosts(plan, problem, device, lowering)
         self._classes = self._blocks.classes
         # A plan has thousands of operations, of few kinds.
@@ -127,7 +136,7 @@ class OperationCosts:
 
         A plan has thousands of blocks, of few kinds: what a kind takes is looked up for many blocks at once.
         """
-        summed = [self._summed(segment, ranks) for segment in segments]
+        summed = [self._summed_once(tuple(segment), ranks) for segment in segments]
         many = max(1, AT_ONCE // max(ranks.size, 1))
         start = 0
         while start < len(summed):
@@ -145,18 +154,24 @@ class OperationCosts:
             seconds[row], calls[row] = segment.rest_s, segment.calls
         sizes = np.array([len(segment.rows) for segment in segments])
         if sizes.any():
-            tables = {id(table): table for segment in segments for table in segment.tables}
-            number = {key: i for i, key in enumerate(tables)}
-            kind = np.array([number[id(table)] for segment in segments for table in segment.tables])
             of = self._classes.of[[row for segment in segments for row in segment.rows]]
             of = of if ranks.size == of.shape[1] else of[:, ranks]
-            block_s = np.stack([*tables.values()])[kind[:, None], of]
+            block_s = _looked_up([table for segment in segments for table in segment.tables], of)
             filled, first = sizes > 0, np.concatenate([[0], np.cumsum(sizes)[:-1]])
             seconds[filled] += np.add.reduceat(block_s, first[filled], axis=0)
             if self._device.implementation.host_s_per_block:
                 counts = np.array([count for segment in segments for count in segment.counts])
                 calls[filled] += np.add.reduceat((block_s > 0) * counts[:, None], first[filled], axis=0)
         return np.maximum(seconds, calls * self._device.implementation.host_s_per_block)
+
+    def _summed_once(self, segment: tuple[int, ...], ranks: np.ndarray) -> _Summed:
+        """What `_summed` finds; where that is the same of any ranks, it is kept."""
+        summed = self._alike.get(segment)
+        if summed is None:
+            summed = self._summed(segment, ranks)
+            if not isinstance(summed.rest_s, np.ndarray) and not isinstance(summed.calls, np.ndarray):
+                self._alike[segment] = summed
+        return summed
 
     def _summed(self, segment: Sequence[int], ranks: np.ndarray) -> _Summed:
         summed, merged = _Summed(), set[Chunk]()
@@ -326,13 +341,28 @@ class OperationCosts:
         return np.where(cast_s > 0, cast_s, np.where(sent < held, copy_s, 0.0))
 
 
+_CACHE: WeakKeyDictionary[Plan, dict[tuple[int, int], tuple[DeviceCosts, Lowering, OperationCosts]]] = (
+    WeakKeyDictionary()
+)
+
+
+def operation_costs(plan: Plan, problem: Problem, device: DeviceCosts, lowering: Lowering) -> OperationCosts:
+    """The OperationCosts of a plan, cached: bounds and simulations of a variant ask for the same ones."""
+    known, key = _CACHE.setdefault(plan, {}), (id(device), id(lowering))
+    if key not in known:
+        while len(known) >= FEW_KEPT:
+            del known[next(iter(known))]
+        known[key] = device, lowering, OperationCosts(plan, problem, device, lowering)
+    return known[key][2]
+
+
 def work_s(plan: Plan, problem: Problem, cluster: Cluster, ranks: np.ndarray) -> np.ndarray:
     """Seconds that each of some ranks computes in one phase, alone on its core or device, as they are simulated:
     (ranks,).
     """
     lowering = lower(plan, problem, cluster.transport)
-    costs = OperationCosts(plan, problem, cluster.device, lowering)
-    indices = [segment.ops for segment in segments(plan, lowering.waits).values()]
+    costs = operation_costs(plan, problem, cluster.device, lowering)
+    indices = [segment.ops for segment in costs.segments.values()]
     total_s = sum((seconds.sum(axis=0) for seconds in costs.work_s(indices, ranks)), np.zeros(ranks.size))
     return (total_s + costs.results_s()) * cluster.stragglers.slow_ranks(plan.n)[ranks]
 
@@ -356,6 +386,21 @@ def _brought(plan: Plan, wanted: Demand) -> dict[int, tuple[int, Pass | GroupRed
 def _in_runs(wanted: Demand, index: int) -> bool:
     """Whether an operation is a Pass of runs of rows (plan.row_runs)."""
     return index in wanted and wanted[index].rows is not None
+
+
+def _looked_up(tables: Sequence[np.ndarray], of: np.ndarray) -> np.ndarray:
+    """Each row's values by its table, of which few are unlike: tables (classes,), classes (rows, ranks) -> (rows,
+    ranks).
+    """
+    unlike = {id(table): table for table in tables}
+    if len(unlike) == 1:
+        return tables[0][of]
+    values = np.empty(of.shape)
+    numbers = np.array([id(table) for table in tables])
+    for number, table in unlike.items():
+        rows = np.flatnonzero(numbers == number)
+        values[rows] = table[of[rows]]
+    return values
 
 
 def _of_each(shares: np.ndarray, seconds: Callable[[float], float]) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -126,14 +126,18 @@ class Rows:
             self.known[key] = path, _by_task(path.links, path.loads)
         return self.known[key][1]
 
-    def uncontended_s(self, cores: int | None, first_rows: int, *, alike: bool) -> float:
+    def uncontended_s(
+        self, cores: int | None, first_rows: int, least: Mapping[int, np.ndarray], *, alike: bool
+    ) -> float:
         """When the last task of so many first rows ends if no flow slows another down, but those of ranks of a kind if
-        these are `alike`, which run at the same time.
+        these are `alike`, which run at the same time. Rows of work that is in `least` take those seconds: (n,) each.
         """
         rates, finish_s = dict[tuple[int, int], np.ndarray](), np.zeros(first_rows * self.n)
         rows = zip(self.delays, self.sizes, self.crossed, self.caps, self.deps, strict=True)
-        for first, (delay_s, sizes, crossed, cap, deps) in zip(range(0, finish_s.size, self.n), rows, strict=False):
-            row_s = finish_s[first : first + self.n]
+        for row, (delay_s, sizes, crossed, cap, deps) in zip(range(first_rows), rows, strict=False):
+            row_s = finish_s[row * self.n : (row + 1) * self.n]
+            if row in least:
+                delay_s, sizes = (delay_s, least[row] * CORE_WORK_PER_S) if cores else (least[row], sizes)
             for tasks in deps:
                 there_s = finish_s[tasks.row * self.n :]
                 np.maximum(row_s, there_s[: self.n] if tasks.ranks is None else there_s[tasks.ranks], out=row_s)

@@ -170,6 +170,24 @@ def test_processes_are_kept_for_the_next_points(tmp_path: Path, monkeypatch: pyt
     assert [process.poll() for process in started] == [0, 0]
 
 
+def test_points_on_most_gpus_are_run_first(tmp_path: Path) -> None:
+    """Those that differ by their clusters alone follow one another; records come as they were asked for."""
+    ran = list[str]()
+    asked = [
+        point(method=method, cluster=cluster, **{**SMALL, "gpus": gpus})
+        for gpus in (2, 4)
+        for cluster in ("b200", "h20")
+        for method in ("ring", "ulysses")
+    ]
+    found = Runs(tmp_path, workers=1, progress=ran.append).ask(asked)
+    assert [record.gpus for record in found] == [2] * 4 + [4] * 4
+    expected = [
+        (gpus, method, cluster) for gpus in (4, 2) for method in ("ring", "ulysses") for cluster in ("b200", "h20")
+    ]
+    given = [dict(text.split("=") for text in one.split()) for one in ran]
+    assert [(int(one["gpus"]), one["method"], one["cluster"]) for one in given] == expected
+
+
 def test_what_is_no_record_is_measured_once_too(tmp_path: Path) -> None:
     made = iter([{"ms": 1.5}, {"ms": 2.5}])
     runs = Runs(tmp_path / "records")

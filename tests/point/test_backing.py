@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from sp_bench.plan.regions import Regions
 from sp_bench.point import Outcome
 from sp_bench.point import backing as backings
 from sp_bench.point.backing import BETWEEN_NODES, PACKS, TELLING, Backing, Kind, Validation, figures_of, known, row_of
+from sp_bench.point.choose import choose
 from sp_bench.point.memory_front import memory_front
 from sp_bench.point.simulated import simulate_point
 from sp_bench.point.training import simulate_training
@@ -179,6 +181,24 @@ def test_stragglers_were_not_measured() -> None:
     record = simulated("method=ring gpus=8 stragglers.ranks={0:1.5}")
     assert "have no stragglers" in (record.validation or "")
     assert_not_validated(record)
+
+
+@pytest.mark.parametrize("overrides", ["method=ring gpus=16 method.layout=zigzag", "method=all_gather gpus=8"])
+def test_only_their_code_is_simulated_beside_ours(overrides: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ours takes with nearly alike ranks is known from choosing it."""
+    request = point(*(key for key in H100 if "implementation" not in key), *overrides.split())
+    choice, clusters = choose(request), list[str]()
+    again = backings.simulated(replace(choice, runs={}), request.cluster, nearly_alike=True)
+    assert choice.nearly_s == again.total_s
+
+    def counted(*arguments: Any, **keys: Any) -> Any:
+        clusters.append(arguments[1].device.implementation.name)
+        return simulated_choice(*arguments, **keys)
+
+    simulated_choice = backings.simulated
+    monkeypatch.setattr(backings, "simulated", counted)
+    backings.validated(request, choice)
+    assert clusters == ["published"]
 
 
 def assert_not_validated(record: Record) -> None:

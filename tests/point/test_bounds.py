@@ -140,6 +140,26 @@ def test_nothing_is_faster_than_without_contention(keys: tuple[str, ...], monkey
     assert reached or keys
 
 
+def test_a_plan_that_is_bounded_has_its_rows_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is bounded without contention is simulated with the same rows, after which nothing keeps them."""
+    monkeypatch.setattr(graph, "SOME_TASKS", 0)
+    request = point("method=startrail", "method.team=2", *ASKED)
+    assert isinstance(request.method, Method)
+    (variant, *_), made = variants(request, [request.method]), list[object]()
+    make = graph._Builder.__init__
+    monkeypatch.setattr(graph._Builder, "__init__", lambda self, *given: made.append(self) or make(self, *given))
+    plan = variant.plans["forward"]
+    uncontended_s(plan, variant.problem, request.cluster)
+    kept = graph._KEPT[plan]
+    run = simulate(plan, variant.problem, request.cluster, nearly_alike=True)
+    assert made == [kept] and plan not in graph._KEPT
+    monkeypatch.setattr(graph, "KEPT_TASKS", 0)
+    uncontended_s(plan, variant.problem, request.cluster)
+    assert plan not in graph._KEPT
+    alone = simulate(plan, variant.problem, request.cluster, nearly_alike=True)
+    assert alone.finish_s.tolist() == run.finish_s.tolist()
+
+
 def test_of_ranks_that_are_all_unlike_few_variants_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """StarTrail's teams by the times of their blocks with no contention, which is most of each: the choice is the same
     as of all.
