@@ -22,6 +22,8 @@ RUNS_AT_ONCE = 1024
 """Few enough that counts by chunk stay in a cache."""
 MANY = 4
 """Keys of so many chunks are counted together."""
+MANY_ROWS, MANY_COLUMNS = 2048, 32
+"""From so many on they are added up in slabs."""
 _WIDTHS = (np.int16, np.int32, np.int64)
 """Tokens of a chunk are counted in the narrowest of these."""
 
@@ -335,16 +337,19 @@ def covered(row: np.ndarray, first: np.ndarray, stop: np.ndarray, shape: tuple[i
 
 def add_up(rows: np.ndarray) -> None:
     """Add to each row all rows before it, in place: (rows, columns), contiguous. np.cumsum goes down each column, which
-    takes four times as long where there are many rows.
+    takes four times as long where there are many of both.
     """
+    if len(rows) < MANY_ROWS or rows.shape[1] < MANY_COLUMNS:
+        rows.cumsum(axis=0, dtype=rows.dtype, out=rows)
+        return
     count = math.isqrt(len(rows))
-    whole = count * (len(rows) // max(count, 1))
-    slabs = rows[:whole].reshape(-1, max(count, 1), rows.shape[1])
+    whole = count * (len(rows) // count)
+    slabs = rows[:whole].reshape(-1, count, rows.shape[1])
     for row in range(1, count):
         slabs[:, row] += slabs[:, row - 1]
     for slab in range(1, len(slabs)):
         slabs[slab] += slabs[slab - 1, -1]
-    for row in range(max(whole, 1), len(rows)):
+    for row in range(whole, len(rows)):
         rows[row] += rows[row - 1]
 
 

@@ -18,15 +18,15 @@ from sp_bench.plan.regions import Regions
 if TYPE_CHECKING:
     from sp_bench.plan.documents import Packed
 
-CELLS_AT_ONCE = 2**17
-"""Runs of keys times chunks that are looked at together."""
+CELLS_AT_ONCE, MOST_CELLS = 2**17, 2**22
+"""Runs of keys times chunks that are looked at together, first and at most."""
 NO_ROW = 2**30
 """More rows than any chunk has."""
 
 
 class _Cells(NamedTuple):
     """Runs of keys that a run of queries sees all of, or none of, in the order of their positions. Or of queries that
-    all see some key of a run of keys, or none does.
+    all see some key of a run of keys, or none does. Runs of the other side are in that order too.
     """
 
     owner: np.ndarray
@@ -46,7 +46,7 @@ class _Cells(NamedTuple):
 
     def met(self, low: int, high: int, chunks: int) -> np.ndarray:
         """Whether each of the other side's chunks meets the cells from low to high: (high - low, chunks)."""
-        some = (self.first < high) & (self.behind > low)
+        some = slice(np.searchsorted(self.behind, low, "right"), np.searchsorted(self.first, high))
         ends = (np.clip(each[some] - low, 0, high - low) for each in (self.first, self.behind))
         return covered(self.chunk[some], *ends, (chunks, high - low)).T
 
@@ -54,7 +54,8 @@ class _Cells(NamedTuple):
     def from_behind(self) -> _Cells:
         """The cells with the last one first."""
         cells = self.owner.size
-        return _Cells(self.owner[::-1], self.tokens[::-1], self.chunk, cells - self.behind, cells - self.first)
+        runs = self.chunk[::-1], cells - self.behind[::-1], cells - self.first[::-1]
+        return _Cells(self.owner[::-1], self.tokens[::-1], *runs)
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Each cell as rows of its chunk: (the first, the one behind the last), (cells,) each."""
@@ -67,10 +68,10 @@ class _Cells(NamedTuple):
 
     def first_met(self, numbers: np.ndarray, chunks: int) -> np.ndarray:
         """The number, (cells,), of the first cell of each owner that each chunk meets, or 0: (chunks, owners)."""
-        found, at_once = np.zeros((chunks, chunks), np.int32), max(1, CELLS_AT_ONCE // chunks)
-        unknown = np.ones((chunks, chunks), bool)
-        for low in range(0, self.owner.size, at_once):
-            high = min(low + at_once, self.owner.size)
+        found, unknown, high = np.zeros((chunks, chunks), np.int32), np.ones((chunks, chunks), bool), 0
+        while high < self.owner.size and unknown.any():  # those of most packs are known after few documents
+            more = max(min(high, MOST_CELLS // chunks), CELLS_AT_ONCE // chunks, 1)
+            low, high = high, min(high + more, self.owner.size)
             order = np.argsort(self.owner[low:high], kind="stable")
             of_cells, met = self.owner[low:high][order], self.met(low, high, chunks).take(order, axis=0)
             begins = np.flatnonzero(np.diff(of_cells, prepend=-1))
@@ -79,8 +80,6 @@ class _Cells(NamedTuple):
             owner, chunk = np.nonzero((first < NO_ROW) & unknown[:, of_cells[begins]].T)
             found[chunk, of_cells[begins][owner]] = numbers[low:high][order][first[owner, chunk]]
             unknown[chunk, of_cells[begins][owner]] = False
-            if not unknown.any():  # as of most packs after few documents
-                break
         return found
 
 

@@ -53,6 +53,8 @@ class RegionTable(Sequence[Region]):
         return map(partial(tuple.__new__, Region), rows)  # a third of the time of calling Region
 
     def __eq__(self, other: object) -> bool:
+        if isinstance(other, RegionTable):
+            return np.array_equal(self.numbers, other.numbers)
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
@@ -100,7 +102,7 @@ def sizes_of(regions: Iterable[Region]) -> Sizes:
     """The sizes of regions, in their order."""
     table = table_of(regions).plain
     rows, columns = table.q_tokens.astype(float), table.kv_tokens.astype(float)
-    return Sizes(table.kind, rows, columns, np.where(table.kind == 0, rows * columns, rows * (rows + 1) / 2))
+    return Sizes(table.kind.copy(), rows, columns, np.where(table.kind == 0, rows * columns, rows * (rows + 1) / 2))
 
 
 def rows_seen(regions: Iterable[Region]) -> tuple[int, int]:

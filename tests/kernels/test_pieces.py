@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sp_bench.kernels.pieces import SMALL, Pieces, calls
 from sp_bench.plan.regions import Region, RegionKind
+from sp_bench.run.partials import tokens_of
 from tests.kernels.cases import Case, cases
 from tests.support.dense import HEAD_DIM, LSE_TOLERANCE, TOLERANCE, attention, block_of, relative_error
 
@@ -23,6 +24,8 @@ ALIKE = (
     [region(RegionKind.CAUSAL, 2, 0, 4), region(RegionKind.CAUSAL, 6, 5, 4), region(RegionKind.CAUSAL, 12, 9, 4)],
     [region(RegionKind.FULL, 0, 7, 3, 5), region(RegionKind.FULL, 4, 0, 3, 5)],
     [region(RegionKind.UPPER, 0, 8, 4), region(RegionKind.UPPER, 5, 2, 4)],
+    [region(RegionKind.FULL, 3, 0, 1, 5), region(RegionKind.FULL, 4, 5, 1, 5)],
+    [region(RegionKind.CAUSAL, 2, 0, 4), region(RegionKind.CAUSAL, 6, 4, 4)],
 )
 DIFFERENT = (
     [region(RegionKind.CAUSAL, 2, 0, 4), region(RegionKind.CAUSAL, 6, 5, 1), region(RegionKind.CAUSAL, 9, 6, 7)],
@@ -45,11 +48,12 @@ def test_pieces_are_their_regions(case: Case, regions: list[Region], head_dim: i
         (pieces,) = found
         assert isinstance(pieces, Pieces)
         q, k, v, dout = (
-            x[:, [*rows]]
+            tokens_of(x, rows)
             for x, rows in zip(whole, (pieces.queries, pieces.keys, pieces.keys, pieces.queries), strict=True)
         )
         out, lse = kernel.forward_pieces(q, k, v, pieces)
         gradients = kernel.gradients_of_pieces(dout, q, k, v, out, lse, pieces)
+    assert lse.is_contiguous(), "on a GPU a lane sends it as it is"
     scattered = [torch.zeros_like(x) for x in (whole.q, whole.q, whole.k, whole.v)]
     rows = (pieces.queries, pieces.queries, pieces.keys, pieces.keys)
     for into, index, x in zip(scattered, rows, (out, *gradients), strict=True):
