@@ -56,6 +56,8 @@ class Method(ABC):
     by_blocks: ClassVar[bool] = False
     """Whether every pair of chunks is a block of its own, unless `fuse` joins some: ranks then compute at least what
     these blocks take, whatever the plan is."""
+    plans_by_size: ClassVar[bool] = False
+    """Whether plans depend on how large the largest chunks are."""
     plans_by_rows: ClassVar[bool] = False
     """Whether its plans depend on which rows the chunks of a pack see of each other, and not on sizes alone."""
     takes_caches: ClassVar[bool] = False
@@ -175,12 +177,13 @@ class Method(ABC):
     def plan(self, problem: Problem, phase: str, costs: CostProfile) -> Plan:
         """The plan of one phase, for the assigned problem. `costs` are for blocks with all heads, not one slice.
 
-        Packs of one size that are assigned alike share it: users plan each batch.
+        Packs of as many tokens that are assigned alike share it: users plan each batch.
         """
         problem = self.assigned(problem)
         if not isinstance(problem.mask, Packed) or self.fuse or self.plans_by_rows:
             return self._made(problem, phase, costs)
-        key = self, phase, costs, *problem.but_for_documents, *problem.largest_chunks
+        size = problem.largest_chunks if self.plans_by_size else ()
+        key = self, phase, costs, *problem.but_for_documents, size
         if (shared := _OF_PACKS.get(key)) is None:
             _OF_PACKS[key] = shared = self._made(problem, phase, costs)
         return shared

@@ -130,7 +130,7 @@ def row_runs(plan: Plan, problem: Problem, classes: BlockClasses) -> Mapping[int
     What an operation other than a block reads, or the plan ends with, is needed whole, and what a collective brings has
     all rows.
     """
-    if not cuts_rows(problem):
+    if not cuts_rows(problem) or Pass not in plan.kinds:
         return {}
     read, found = dict[bool, np.ndarray](), dict[int, Rows]()
     for program in _programs(plan):

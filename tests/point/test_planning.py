@@ -18,7 +18,7 @@ from sp_bench.lower.transports import GLOO, SYMMETRIC
 from sp_bench.methods import REGISTRY, build
 from sp_bench.packing import lengths_of
 from sp_bench.plan import cast_rows, demand
-from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
 from sp_bench.plan.documents import Documents
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Gathered
@@ -93,17 +93,21 @@ def test_each_pack_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("method", [name for name in REGISTRY if name not in CACHES_OR_ONE_RANK])
-def test_packs_of_one_size_share_the_plans_that_would_be_made_of_each(method: str) -> None:
+def test_packs_share_the_plans_that_would_be_made_of_each(method: str) -> None:
+    """Those with other largest chunks too, but where a schedule depends on how long these take to send."""
     one, other = a_pack(8, seed=1), a_pack(8, seed=2)
+    slow = CostProfile(
+        forward_block_s=1e-3, backward_block_s=2e-3, node_size=4, intra_bytes_per_s=1e10, inter_bytes_per_s=2e9
+    )
     shared = 0
     for layout in REGISTRY[method].all_layouts():
         chosen = build(method, {"layout": layout})
         first, second = (replace(problem_of(mask, 8), layout=chosen.layout_of(mask, 8)) for mask in (one, other))
         for variant in chosen.candidates(first):
-            for phase in PHASES:
-                plan = variant.plan(first, phase, COMPUTE_BOUND)
-                again = variant.plan(second, phase, COMPUTE_BOUND)
-                assert again.is_program_of(variant._made(variant.assigned(second), phase, COMPUTE_BOUND))
+            for phase, costs in product(PHASES, (COMPUTE_BOUND, slow)):
+                plan = variant.plan(first, phase, costs)
+                again = variant.plan(second, phase, costs)
+                assert again.is_program_of(variant._made(variant.assigned(second), phase, costs))
                 shared += plan is again
     assert shared
 
