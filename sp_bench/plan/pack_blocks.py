@@ -47,8 +47,8 @@ class _Cells(NamedTuple):
     def met(self, low: int, high: int, chunks: int) -> np.ndarray:
         """Whether each of the other side's chunks meets the cells from low to high: (high - low, chunks)."""
         some = slice(np.searchsorted(self.behind, low, "right"), np.searchsorted(self.first, high))
-        ends = (np.clip(each[some] - low, 0, high - low) for each in (self.first, self.behind))
-        return covered(self.chunk[some], *ends, (chunks, high - low)).T
+        first, behind = (np.clip(each[some] - low, 0, high - low) for each in (self.first, self.behind))
+        return covered(self.chunk[some], first, behind, (chunks, high - low)).T
 
     @property
     def from_behind(self) -> _Cells:

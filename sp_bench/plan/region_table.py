@@ -156,7 +156,7 @@ def stacks(regions: RegionTable, alike: np.ndarray, *, shared: bool = False) -> 
 
 
 def _ends(groups: np.ndarray) -> np.ndarray:
-    """Where another group begins."""
+    """The places at which another group begins."""
     return np.flatnonzero(np.diff(groups)) + 1
 
 

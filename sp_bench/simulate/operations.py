@@ -48,7 +48,7 @@ from sp_bench.simulate.blocks import BlockCosts
 from sp_bench.simulate.symmetry import Permutation
 
 FEW_KEPT = 4
-"""Of how many layouts and devices a plan keeps its costs: those of a point."""
+"""A plan keeps its costs for so many layouts and devices: those of a point."""
 AT_ONCE = 2**16
 """Blocks times ranks whose seconds are looked up at once."""
 
