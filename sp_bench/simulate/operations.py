@@ -76,7 +76,7 @@ class OperationCosts:
         self.segments = segments(plan, lowering.waits)
         """Those of the plan, by the index of their first operation."""
         self._alike = dict[tuple[int, ...], _Summed]()
-        """Of segments that take all ranks the same operations, by these, what is summed of them."""
+        """The sums of segments that take all ranks the same operations, by these."""
         self._blocks = BlockCosts(plan, problem, device, lowering)
         self._classes = self._blocks.classes
         # A plan has thousands of operations, of few kinds.
@@ -165,7 +165,7 @@ class OperationCosts:
         return np.maximum(seconds, calls * self._device.implementation.host_s_per_block)
 
     def _summed_once(self, segment: tuple[int, ...], ranks: np.ndarray) -> _Summed:
-        """What `_summed` finds; where that is the same of any ranks, it is kept."""
+        """`_summed`, which is kept where it is the same of any ranks."""
         summed = self._alike.get(segment)
         if summed is None:
             summed = self._summed(segment, ranks)
