@@ -24,6 +24,10 @@ class Sizes(NamedTuple):
     pairs: np.ndarray
 
 
+Rows = np.ndarray | range
+"""Rows of a chunk: each of them, (rows,) int64, or the run that they are."""
+
+
 @dataclass(frozen=True, eq=False)
 class RegionTable(Sequence[Region]):
     """Regions, each of which becomes a Region when it is asked for: a Python object for each takes as long as to find
@@ -78,6 +82,41 @@ class RegionTable(Sequence[Region]):
     def kv_tokens(self) -> np.ndarray:
         """Keys of each: (regions,)."""
         return self.numbers[4] - self.numbers[3]
+
+    @property
+    def query_rows(self) -> Rows:
+        """The queries of all regions one behind the other, those of UPPER ones backwards. Regions are of one kind."""
+        return self._rows(1)
+
+    @property
+    def key_rows(self) -> Rows:
+        """The keys, as `query_rows` has queries."""
+        return self._rows(3)
+
+    def starts(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The starts of each region's queries, and of its keys, one behind the other, for each entry of a batch, and
+        the last end: (batch * regions + 1,) int32 each.
+        """
+        queries, keys = (np.tile(each, batch).cumsum() for each in (self.q_tokens, self.kv_tokens))
+        return np.append(0, queries).astype(np.int32), np.append(0, keys).astype(np.int32)
+
+    def by_size(self, most: int) -> np.ndarray:
+        """A number for each kind and size, (regions,), but for regions of more than `most` queries or keys one for
+        each.
+        """
+        size = self.kind + len(KINDS) * (self.q_tokens + (most + 1) * self.kv_tokens)
+        small = np.maximum(self.q_tokens, self.kv_tokens) <= most
+        return np.where(small, size, -1 - np.arange(len(self)))
+
+    def _rows(self, side: int) -> Rows:
+        start, stop = self.numbers[side : side + 2]
+        tokens = stop - start
+        into = np.arange(int(tokens.sum())) - np.repeat(np.cumsum(tokens) - tokens, tokens)
+        if KINDS[int(self.kind[0])] is RegionKind.UPPER:
+            return np.repeat(stop - 1, tokens) - into
+        if (start[1:] == stop[:-1]).all():
+            return range(int(start[0]), int(stop[-1]))
+        return np.repeat(start, tokens) + into
 
     @property
     def plain(self) -> RegionTable:
