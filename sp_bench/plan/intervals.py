@@ -106,6 +106,9 @@ def _all_stretches(
 def _apart(groups: Iterable[list[int]], blocks: Sequence[tuple[Runs, Sequence[Runs]]]) -> Iterator[list[int]]:
     """Groups of blocks, without those in which two have a common query, whose blocks come one by one."""
     for numbers in groups:
+        if len(numbers) == 1:
+            yield numbers
+            continue
         start, stop = (np.concatenate([blocks[number][0][i] for number in numbers]) for i in range(2))
         order = np.argsort(start, kind="stable")
         if (start[order][1:] >= stop[order][:-1]).all():
@@ -123,12 +126,15 @@ def _stretches_of(
     chunk = np.repeat(np.arange(len(queries)), [q.start.size for q in queries])
     if not chunk.size:
         return chunk, chunk, chunk, np.zeros((4, len(keys), 0), np.int64)
-    start, tokens = (np.concatenate(each) for each in zip(*((q.start, q.tokens) for q in queries), strict=True))
-    (stop, step), order = (np.concatenate([q.stop for q in queries]), queries[0].step), np.argsort(start, kind="stable")
-    firsts = [np.cumsum(q.tokens) - q.tokens for q in queries]
-    chunk, first = chunk[order], np.concatenate(firsts)[order]
-    q = Runs(start[order], stop[order], step)
-    tokens = tokens[order]
+    q, tokens = queries[0], queries[0].tokens
+    first = np.cumsum(tokens) - tokens
+    if len(queries) > 1:
+        firsts = [np.cumsum(each.tokens) - each.tokens for each in queries]
+        order = np.argsort(np.concatenate([each.start for each in queries]), kind="stable")
+        sides = ([each.start for each in queries], [each.stop for each in queries])
+        start, stop = (np.concatenate(side)[order] for side in sides)
+        q = Runs(start, stop, q.step)
+        tokens, chunk, first = q.tokens, chunk[order], np.concatenate(firsts)[order]
     behind = np.cumsum(tokens)
     turns = mask.turns(q.start[0], q.stop[-1], np.concatenate([ends for kv in keys for ends in (kv.start, kv.stop)]))
     begins = np.zeros(behind[-1] + 1, bool)

@@ -163,10 +163,11 @@ def by_keys(regions: Iterable[Region]) -> RegionTable:
     kernel loops over the queries of a region, and is faster with more of them.
     """
     table = table_of(regions)
-    full = np.flatnonzero(table.kind == KINDS.index(RegionKind.FULL))
+    is_full = table.kind == KINDS.index(RegionKind.FULL)
+    full = np.flatnonzero(is_full)
+    if full.size < 2:  # as of many blocks of short documents
+        return table.take(np.argsort(is_full, kind="stable")) if full.size else table
     full = full[np.argsort(table.numbers[1, full], kind="stable")]
-    if not full.size:
-        return table
     kind, q_start, q_stop, kv_start, kv_stop = table.numbers[:, full]
     climbs = (q_stop[:-1] == q_start[1:]) & (kv_start[:-1] == kv_start[1:]) & (kv_stop[:-1] <= kv_stop[1:])
     begins = np.flatnonzero(np.append(True, ~climbs))
