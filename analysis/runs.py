@@ -220,11 +220,15 @@ class Runs:
         self._processes.idle.append(worker)
 
 
+def _given(one: Point) -> dict[str, str]:
+    return dict(text.split("=", 1) for text in one)
+
+
 def _largest_first(one: Point) -> tuple[int, str, list[str], str]:
     """The key by which points are run: those on most GPUs first, so that no process ends long after the others, and one
     after another those that differ by their clusters alone, whose plans are often the same.
     """
-    given = dict(text.split("=", 1) for text in one)
+    given = _given(one)
     gpus, cluster = given.get("gpus", ""), given.get("cluster", "")
     others = [text for text in one if not text.startswith("cluster=")]
     return -int(gpus) if gpus.isdecimal() else 0, given.get("method", ""), others, cluster
@@ -232,7 +236,7 @@ def _largest_first(one: Point) -> tuple[int, str, list[str], str]:
 
 def is_measured(one: Point) -> bool:
     """Whether a point is measured: by its mode, or because its cluster is this machine."""
-    given = dict(text.split("=", 1) for text in one)
+    given = _given(one)
     if (mode := given.get("mode", "auto")) != "auto":
         return mode != "simulate"
     cluster = str(given.get("cluster", defaults()["cluster"]["name"]))

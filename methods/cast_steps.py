@@ -135,7 +135,8 @@ def _slices(runs: _Runs) -> list[int]:
 
 def _not_in(runs: _Runs, some: Sequence[int]) -> list[int]:
     """The slices that none of the runs has."""
-    return [i for i in some if i not in _slices(runs)]
+    had = _slices(runs)
+    return [i for i in some if i not in had]
 
 
 def _each(of_slice: Callable[[int], list[Op]], slices: Sequence[int]) -> list[Op]:

@@ -268,8 +268,8 @@ def _stacked(x: Tensor, pieces: Pieces) -> Tensor:
 
 
 def _in_line(lse: Tensor, pieces: Pieces) -> Tensor:
-    """The statistics of a batch of pieces, gathered: (B * P, H, S) -> (B, H, P * S)."""
-    return lse.unflatten(0, (-1, len(pieces.regions))).transpose(1, 2).flatten(2).contiguous()  # not so for one query
+    """The statistics of a batch of pieces, gathered and contiguous: (B * P, H, S) -> (B, H, P * S)."""
+    return lse.unflatten(0, (-1, len(pieces.regions))).transpose(1, 2).flatten(2).contiguous()
 
 
 def empty_output(q: Tensor, dtype: torch.dtype | None = None, *, width: int | None = None) -> tuple[Tensor, Tensor]:

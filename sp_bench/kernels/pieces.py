@@ -39,12 +39,12 @@ class Pieces:
     @cached_property
     def queries(self) -> Tensor | range:
         """The gathered queries in their chunk: indices, (queries,) int64, or the run that they are."""
-        return self._on_device(self.regions.query_rows)
+        return on_device(self.regions.query_rows, self.device)
 
     @cached_property
     def keys(self) -> Tensor | range:
         """The gathered keys in their chunk, as `queries` has those."""
-        return self._on_device(self.regions.key_rows)
+        return on_device(self.regions.key_rows, self.device)
 
     @cached_property
     def q_lengths(self) -> tuple[int, ...]:
@@ -66,8 +66,10 @@ class Pieces:
             self._cumulative[batch] = queries, keys
         return self._cumulative[batch]
 
-    def _on_device(self, rows: Rows) -> Tensor | range:
-        return rows if isinstance(rows, range) else torch.from_numpy(rows).to(self.device)
+
+def on_device(rows: Rows, device: torch.device) -> Tensor | range:
+    """The run that rows are, or their indices, (rows,) int64, on a device."""
+    return rows if isinstance(rows, range) else torch.from_numpy(rows).to(device)
 
 
 def calls(

@@ -107,10 +107,11 @@ def _of_any_pack(plan: Plan, problem: Problem, transport: TransportKind) -> Lowe
     if not isinstance(problem.mask, Packed) or not plan.kinds.isdisjoint(_BY_DOCUMENTS):
         return _lowered(plan, problem, transport)
     known, kind = _OF_PACKS.setdefault(plan, {}), (problem.but_for_documents, transport)
-    if kind not in known:
-        return keep(known, kind, _lowered(plan, problem, transport))
-    known[kind] = alike = _resized(known[kind], plan, problem)
-    return alike
+    if kind in known:
+        known[kind] = _resized(known[kind], plan, problem)
+    else:
+        keep(known, kind, _lowered(plan, problem, transport))
+    return known[kind]
 
 
 def _resized(alike: Lowering, plan: Plan, problem: Problem) -> Lowering:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sp_bench.plan.intervals import Runs
+from sp_bench.plan.runs import Runs
 
 _MANY = 1 << 31
 """More than a run has tokens."""

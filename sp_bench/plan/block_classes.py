@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from sp_bench.plan.groups import Grid, Group
-from sp_bench.plan.ops import Block, Chunk, Gathered, Place, Plan, keep
+from sp_bench.plan.ops import Block, Chunk, Place, Plan, keep
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.travel import travel
@@ -73,7 +73,7 @@ def block_classes(plan: Plan, problem: Problem) -> BlockClasses:
     which pairs of chunks an operation has to do with.
     """
     known, numbering = _CACHE.setdefault(plan, {}), problem.blocks.numbering
-    apart = [i for i, op in plan if isinstance(op, Gathered) and op.pairs != "all"] if Gathered in plan.kinds else []
+    apart = [index for index, op in plan.gathered.items() if op.pairs != "all"]
     if numbering not in known:
         known[numbering] = _find(plan, problem)
     if apart and problem not in known:
@@ -86,8 +86,7 @@ def _without_others(classes: BlockClasses, plan: Plan, apart: Sequence[int], pro
     nothing, degree, ranks = problem.blocks.classes, problem.layout.head_parallel, np.arange(plan.n)
     of = classes.of.astype(np.min_scalar_type(nothing))
     for index in apart:
-        op = plan.ops[index]
-        assert isinstance(op, Gathered)
+        op = plan.gathered[index]
         travels = travel(problem, forward=op.forward).queries.travels
         q, kv = (_owners([getattr(block, x).place for block in op.blocks], ranks) // degree for x in ("q", "kv"))
         rows = of[classes.first[index] : classes.first[index] + len(op.blocks)]

@@ -138,13 +138,11 @@ def find_regions(plan: Plan, problem: Problem, rank: int) -> None:
     """Have the regions found of all blocks that a rank computes: at once, as that is faster."""
     if not problem.mask.in_pieces:
         return
-    table, gathered = block_classes(plan, problem), dict[int, Gathered]()
-    if Gathered in plan.kinds:
-        gathered = {index: op for index, op in plan if isinstance(op, Gathered)}
-    together = (range(table.first[at], table.first[at] + len(op.blocks)) for at, op in gathered.items())
+    table = block_classes(plan, problem)
+    together = (range(table.first[at], table.first[at] + len(op.blocks)) for at, op in plan.gathered.items())
     problem.blocks.find(np.unique(np.delete(table.of[:, rank], [*chain.from_iterable(together)])))
     by_rows: dict[Casts | QueryCasts, list[Gathering]] = {}
-    for op in gathered.values():
+    for op in plan.gathered.values():
         by_rows.setdefault(casts_of(op, problem), []).append(_chunks(op, problem, rank))
     for of_casts, wanted in by_rows.items():
         of_casts.find(wanted)

@@ -16,14 +16,14 @@ import numpy as np
 
 from sp_bench.plan.alike import Alike
 from sp_bench.plan.documents import Documents, Packed
-from sp_bench.plan.intervals import Runs, covered, regions_of_runs, runs_of
+from sp_bench.plan.intervals import covered, regions_of_runs
 from sp_bench.plan.layout import Shards
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.pack_blocks import runs_of_chunks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.region_table import Sizes, by_keys, rows_seen, sizes_of
 from sp_bench.plan.regions import Regions
-from sp_bench.plan.sighted import in_runs
+from sp_bench.plan.runs import Runs, first_rows, in_runs, runs_of, whole_numbers
 
 
 class Segments(NamedTuple):
@@ -308,11 +308,7 @@ class Casts:
         tokens = np.diff(np.append(starts, keys))
         by_start = np.argsort(start, kind="stable")
         owner = chunk[by_start][np.searchsorted(start[by_start], starts, side="right") - 1]
-        order = np.argsort(owner.astype(np.min_scalar_type(self.chunks)), kind="stable")  # small ones are sorted fast
-        before = np.cumsum(tokens[order]) - tokens[order]
-        row = np.empty_like(before)
-        begins = np.flatnonzero(np.diff(owner[order], prepend=-1))
-        row[order] = before - np.repeat(before[begins], np.diff(np.append(begins, order.size)))
+        row, order = first_rows(owner, tokens)
         return Segments(starts, tokens, owner, row, order)
 
     @cached_property
@@ -352,9 +348,3 @@ def rows_seen_elsewhere(problem: Problem, relays: int = 1) -> int:
     group, place = np.divmod(chunks, relays)
     across = casts(problem).counts_for(relays)[place == 0] * (np.unique(group)[:, None] != group)
     return int(across.sum() + (counts * (place[:, None] != place)).sum())
-
-
-def whole_numbers(start: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """The whole numbers of runs, one run behind the other."""
-    ends = np.cumsum(tokens)
-    return np.repeat(start - (ends - tokens), tokens) + np.arange(int(tokens.sum()))

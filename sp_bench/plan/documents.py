@@ -25,11 +25,12 @@ import numpy as np
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.assignments import ASSIGNMENTS, FOR_ANY, AssignedLayout, TokenAssignment
-from sp_bench.plan.intervals import Runs, regions_of_runs, runs_of
+from sp_bench.plan.intervals import regions_of_runs
 from sp_bench.plan.layout import LAYOUTS, Cut, Cuts, Layout, Positions, Shards, joined_cuts, placed
 from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.regions import Regions
+from sp_bench.plan.runs import Runs, runs_of
 
 MOST_TOKENS, MOST_BEFORE = 2**27, 2**40
 """Tokens of a pack, whose arrays have some bytes for each, and of its histories or of a window, which are numbers."""

@@ -1,4 +1,4 @@
-"""Regions and pair counts where each query sees one run of neighbouring keys.
+"""Regions where each query sees one run of neighbouring keys.
 
 All masks here are of that kind: a query at position p sees the keys from first(p) up to stop(p) - 1, and neither falls
 as p grows. Documents, sliding windows and chunks are, and so are causal and full.
@@ -17,47 +17,14 @@ import numpy as np
 
 from sp_bench.plan.region_table import RegionTable
 from sp_bench.plan.regions import Regions
+from sp_bench.plan.runs import Runs, by_position, first_rows
 
-RUNS_AT_ONCE = 1024
-"""Few enough that counts by chunk stay in a cache."""
 MANY = 4
 """Keys of so many chunks are counted together."""
 MANY_ROWS, MANY_COLUMNS = 2048, 32
 """From so many on they are added up in slabs."""
 _WIDTHS = (np.int16, np.int32, np.int64)
-"""Tokens of a chunk are counted in the narrowest of these."""
-
-
-class Runs(NamedTuple):
-    """Runs of positions `step` apart, ascending: (runs,) each."""
-
-    start: np.ndarray
-    stop: np.ndarray
-    """The position behind the last one."""
-    step: int = 1
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """Positions of each run."""
-        return -(-(self.stop - self.start) // self.step)
-
-    def below(self, positions: np.ndarray) -> np.ndarray:
-        """How many positions of the runs are below each of `positions`."""
-        tokens = self.tokens
-        if not tokens.size:
-            return np.zeros(positions.size, np.int64)
-        run = np.maximum(np.searchsorted(self.start, positions, "right") - 1, 0)
-        into = -((self.start[run] - positions) // self.step)
-        return (np.cumsum(tokens) - tokens)[run] + np.minimum(np.maximum(into, 0), tokens[run])
-
-
-def runs_of(positions: Iterable[range]) -> Runs:
-    """Positions as runs. All that have several positions have them equally far apart."""
-    runs = [(run.start, run[-1] + 1, run.step if len(run) > 1 else 0) for run in positions if run]
-    start, stop, step = np.array(runs, np.int64).reshape(-1, 3).T
-    apart = int(step.max(initial=0)) or 1
-    assert ((step == 0) | (step == apart)).all(), "runs of one step"
-    return Runs(start, stop, apart)
+"""Tokens and runs are counted in the narrowest of these."""
 
 
 class Sight(Protocol):
@@ -106,15 +73,9 @@ def _all_stretches(
 def _apart(groups: Iterable[list[int]], blocks: Sequence[tuple[Runs, Sequence[Runs]]]) -> Iterator[list[int]]:
     """Groups of blocks, without those in which two have a common query, whose blocks come one by one."""
     for numbers in groups:
-        if len(numbers) == 1:
-            yield numbers
-            continue
-        start, stop = (np.concatenate([blocks[number][0][i] for number in numbers]) for i in range(2))
-        order = np.argsort(start, kind="stable")
-        if (start[order][1:] >= stop[order][:-1]).all():
-            yield numbers
-        else:
-            yield from ([number] for number in numbers)
+        _, start, stop = by_position([blocks[number][0] for number in numbers])
+        together = len(numbers) == 1 or (start[1:] >= stop[:-1]).all()
+        yield from [numbers] if together else ([number] for number in numbers)
 
 
 def _stretches_of(
@@ -123,18 +84,12 @@ def _stretches_of(
     """(the chunk of queries, the first query in it, the number of queries of each stretch; `below` of these and of each
     chunk of keys: (4, keys, stretches)), by position. The chunks have no common query.
     """
-    chunk = np.repeat(np.arange(len(queries)), [q.start.size for q in queries])
+    chunk, start, stop = by_position(queries)
     if not chunk.size:
         return chunk, chunk, chunk, np.zeros((4, len(keys), 0), np.int64)
-    q, tokens = queries[0], queries[0].tokens
-    first = np.cumsum(tokens) - tokens
-    if len(queries) > 1:
-        firsts = [np.cumsum(each.tokens) - each.tokens for each in queries]
-        order = np.argsort(np.concatenate([each.start for each in queries]), kind="stable")
-        sides = ([each.start for each in queries], [each.stop for each in queries])
-        start, stop = (np.concatenate(side)[order] for side in sides)
-        q = Runs(start, stop, q.step)
-        tokens, chunk, first = q.tokens, chunk[order], np.concatenate(firsts)[order]
+    q = Runs(start, stop, queries[0].step)
+    tokens = q.tokens
+    first, _ = first_rows(chunk, tokens)
     behind = np.cumsum(tokens)
     turns = mask.turns(q.start[0], q.stop[-1], np.concatenate([ends for kv in keys for ends in (kv.start, kv.stop)]))
     begins = np.zeros(behind[-1] + 1, bool)
@@ -153,14 +108,11 @@ def keys_below(keys: Sequence[Runs], positions: np.ndarray) -> np.ndarray:
     """Runs.below of the runs of several chunks without a common key: (chunks, positions), in the narrowest integers."""
     if len(keys) < MANY or any(kv.step > 1 for kv in keys):
         return np.stack([kv.below(positions) for kv in keys])
-    owner = np.repeat(np.arange(len(keys)), [kv.start.size for kv in keys])
-    start, stop = (np.concatenate([kv[i] for kv in keys]) for i in range(2))
-    order = np.argsort(start, kind="stable")
-    owner, start, stop = owner[order], start[order], stop[order]
+    owner, start, stop = by_position(keys)
     at, of = np.unique(positions, return_inverse=True)
     # All runs that begin below a position count in full, but what the last of them has above it.
     most = int(np.bincount(owner, stop - start).max(initial=0))
-    below = np.zeros((at.size + 1, len(keys)), next(one for one in _WIDTHS if most <= np.iinfo(one).max))
+    below = np.zeros((at.size + 1, len(keys)), _narrowest(most))
     cells = np.searchsorted(at, start, "right") * len(keys) + owner
     np.add.at(below.reshape(-1), cells, (stop - start).astype(below.dtype))  # fast for one index, of one dtype
     add_up(below)
@@ -333,12 +285,17 @@ def covered(row: np.ndarray, first: np.ndarray, stop: np.ndarray, shape: tuple[i
     a column are neighbours in memory.
     """
     rows, columns = shape
-    fits = np.int16 if row.size < np.iinfo(np.int16).max else np.int32
+    fits = _narrowest(row.size)
     change = np.zeros((columns + 1, rows), fits)  # column by column, as sums along rows take three times as long
     np.add.at(change.reshape(-1), first * rows + row, fits(1))
     np.add.at(change.reshape(-1), stop * rows + row, fits(-1))
     add_up(change)
     return (change[:-1] > 0).T
+
+
+def _narrowest(most: int) -> type[np.signedinteger]:
+    """The narrowest integers that hold numbers up to `most`."""
+    return next(one for one in _WIDTHS if most <= np.iinfo(one).max)
 
 
 def add_up(rows: np.ndarray) -> None:
@@ -357,57 +314,3 @@ def add_up(rows: np.ndarray) -> None:
         slabs[slab] += slabs[slab - 1, -1]
     for row in range(whole, len(rows)):
         rows[row] += rows[row - 1]
-
-
-def pair_counts(
-    owner: np.ndarray, key_owner: np.ndarray, chunks: int, first: np.ndarray, stop: np.ndarray
-) -> np.ndarray:
-    """(query, key) pairs between any two chunks: (chunks, chunks), by query and key chunk.
-
-    `owner` is the chunk of each query, `first` and `stop` what it sees, (queries,) each, `key_owner` the chunk of each
-    key, (keys,). Takes time and memory in proportion to the runs of keys of one chunk, times the chunks.
-    """
-    if chunks > 1 and np.array_equal(key_owner, np.arange(key_owner.size) % chunks):
-        return _striped_keys_below(owner, chunks, stop) - _striped_keys_below(owner, chunks, first)
-    starts = np.flatnonzero(np.append(True, key_owner[1:] != key_owner[:-1]))
-    of, lengths = key_owner[starts], np.diff(np.append(starts, key_owner.size))
-    # What a query sees ends within one run and starts within another, whose keys are counted here.
-    partly, changes = np.zeros(chunks**2), []
-    for sign, limit in ((1, stop), (-1, first)):
-        run = np.searchsorted(starts, limit, side="right") - 1
-        partly += sign * np.bincount(owner * chunks + of[run], limit - starts[run], chunks**2)
-        changes.append((-sign, *_counted(run * chunks + owner)))
-    # How many queries of each chunk see all of a run, since what they see starts before it and ends behind it.
-    pairs, seeing = partly.reshape(chunks, chunks).astype(np.int64), np.zeros(chunks, np.int64)
-    for low in range(0, starts.size, RUNS_AT_ONCE):
-        high = min(low + RUNS_AT_ONCE, starts.size)
-        more = np.zeros((chunks, high - low), np.int64)
-        for sign, cells, counts in changes:
-            in_group = slice(*np.searchsorted(cells, (low * chunks, high * chunks)))
-            run, chunk = np.divmod(cells[in_group], chunks)
-            more[chunk, run - low] += sign * counts[in_group]
-        more[:, 0] += seeing
-        more.cumsum(axis=1, out=more)
-        seeing = more[:, -1].copy()
-        more *= lengths[low:high]
-        # Sums by owner, as differences of running ones: np.add.reduceat takes several times as long.
-        by_owner = np.argsort(of[low:high], kind="stable")
-        last = np.flatnonzero(np.diff(of[low:high][by_owner], append=-1))
-        total = more.take(by_owner, axis=1).cumsum(axis=1)[:, last]
-        pairs[:, of[low:high][by_owner][last]] += np.diff(total, axis=1, prepend=0)
-    return pairs
-
-
-def _counted(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct cells, ascending, and how often each occurs; fast where neighbours are mostly equal."""
-    first = np.flatnonzero(np.append(True, cells[1:] != cells[:-1]))
-    different, number = np.unique(cells[first], return_inverse=True)
-    return different, np.bincount(number, np.diff(np.append(first, cells.size))).astype(np.int64)
-
-
-def _striped_keys_below(owner: np.ndarray, chunks: int, limit: np.ndarray) -> np.ndarray:
-    """For each query chunk i and key chunk j: the keys of j below limit[p], summed over the positions p of i."""
-    rounds, rest = np.divmod(limit, chunks)
-    whole = np.bincount(owner, weights=rounds, minlength=chunks)[:, None]
-    by_rest = np.bincount(owner * chunks + rest, minlength=chunks**2).reshape(chunks, chunks)
-    return (whole + by_rest.sum(axis=1, keepdims=True) - by_rest.cumsum(axis=1)).astype(np.int64)

@@ -10,7 +10,7 @@ so do blocks and folds. Nothing else synchronises. A transport may relax this wh
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -130,6 +130,11 @@ class Plan:
         """The kinds of its operations."""
         return frozenset(map(type, self.ops))
 
+    @cached_property
+    def gathered(self) -> Mapping[int, Gathered]:
+        """Its Gathered blocks, by operation."""
+        return {index: op for index, op in self if isinstance(op, Gathered)}
+
     @property
     def lanes(self) -> tuple[str, ...]:
         """The lanes in order of first use."""
@@ -145,9 +150,9 @@ KEPT = 16
 """How many problems there may be of which a plan keeps what is found: it may serve any number of packs."""
 
 
-def keep(found: dict[Any, V], key: Hashable, value: V) -> V:
-    """The value, kept under its key in place of the oldest of KEPT others."""
-    if len(found) >= KEPT:
+def keep(found: dict[Any, V], key: Hashable, value: V, most: int = KEPT) -> V:
+    """The value, kept under its key in place of the oldest of so many others."""
+    if len(found) >= most:
         del found[next(iter(found))]
     found[key] = value
     return value

@@ -11,76 +11,15 @@ import numpy as np
 
 from sp_bench.plan.assignments import AssignedLayout
 from sp_bench.plan.blocks import Blocks, Part
-from sp_bench.plan.intervals import Runs, covered, pair_counts, regions_of_runs, runs_of
+from sp_bench.plan.cells import cells_of
+from sp_bench.plan.intervals import covered, regions_of_runs
 from sp_bench.plan.layout import Positions, Shards
+from sp_bench.plan.pair_counts import pair_counts
 from sp_bench.plan.regions import Regions
+from sp_bench.plan.runs import Runs, by_position, runs_of
 
 if TYPE_CHECKING:
     from sp_bench.plan.documents import Packed
-
-CELLS_AT_ONCE, MOST_CELLS = 2**17, 2**22
-"""Runs of keys times chunks that are looked at together, first and at most."""
-NO_ROW = 2**30
-"""More rows than any chunk has."""
-
-
-class _Cells(NamedTuple):
-    """Runs of keys that a run of queries sees all of, or none of, in the order of their positions. Or of queries that
-    all see some key of a run of keys, or none does. Runs of the other side are in that order too.
-    """
-
-    owner: np.ndarray
-    """The chunk of each: (cells,)."""
-    tokens: np.ndarray
-    """How many keys, or queries, there are: (cells,)."""
-    chunk: np.ndarray
-    """The chunk of each run of the other side: (runs,)."""
-    first: np.ndarray
-    """The first cell that it meets, and the one behind the last: (runs,)."""
-    behind: np.ndarray
-
-    def met_by(self, chunk: int) -> np.ndarray:
-        """Whether one of the other side's chunks meets each cell: (cells,)."""
-        of_it = self.chunk == chunk
-        return covered(self.chunk[of_it] - chunk, self.first[of_it], self.behind[of_it], (1, self.owner.size))[0]
-
-    def met(self, low: int, high: int, chunks: int) -> np.ndarray:
-        """Whether each of the other side's chunks meets the cells from low to high: (high - low, chunks)."""
-        some = slice(np.searchsorted(self.behind, low, "right"), np.searchsorted(self.first, high))
-        first, behind = (np.clip(each[some] - low, 0, high - low) for each in (self.first, self.behind))
-        return covered(self.chunk[some], first, behind, (chunks, high - low)).T
-
-    @property
-    def from_behind(self) -> _Cells:
-        """The cells with the last one first."""
-        cells = self.owner.size
-        runs = self.chunk[::-1], cells - self.behind[::-1], cells - self.first[::-1]
-        return _Cells(self.owner[::-1], self.tokens[::-1], *runs)
-
-    def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Each cell as rows of its chunk: (the first, the one behind the last), (cells,) each."""
-        order = np.argsort(self.owner, kind="stable")  # that of the rows of chunks
-        tokens = self.tokens[order]
-        begins, ends = np.flatnonzero(np.diff(self.owner[order], prepend=-1)), np.cumsum(tokens)
-        stop = np.empty(order.size, np.int32)
-        stop[order] = ends - np.repeat(ends[begins] - tokens[begins], np.diff(np.append(begins, order.size)))
-        return stop - self.tokens.astype(np.int32), stop
-
-    def first_met(self, numbers: np.ndarray, chunks: int) -> np.ndarray:
-        """The number, (cells,), of the first cell of each owner that each chunk meets, or 0: (chunks, owners)."""
-        found, unknown, high = np.zeros((chunks, chunks), np.int32), np.ones((chunks, chunks), bool), 0
-        while high < self.owner.size and unknown.any():  # those of most packs are known after few documents
-            more = max(min(high, MOST_CELLS // chunks), CELLS_AT_ONCE // chunks, 1)
-            low, high = high, min(high + more, self.owner.size)
-            order = np.argsort(self.owner[low:high], kind="stable")
-            of_cells, met = self.owner[low:high][order], self.met(low, high, chunks).take(order, axis=0)
-            begins = np.flatnonzero(np.diff(of_cells, prepend=-1))
-            places = np.where(met, np.arange(order.size, dtype=np.int32)[:, None], NO_ROW)
-            first = np.minimum.reduceat(places, begins)
-            owner, chunk = np.nonzero((first < NO_ROW) & unknown[:, of_cells[begins]].T)
-            found[chunk, of_cells[begins][owner]] = numbers[low:high][order][first[owner, chunk]]
-            unknown[chunk, of_cells[begins][owner]] = False
-        return found
 
 
 class Shapes(NamedTuple):
@@ -221,7 +160,7 @@ class PackBlocks(Blocks):
         if self._neighbours is None:
             return self.shapes.pieces * self.shapes.kv_tokens
         queries, keys = self._neighbours
-        cells, counts = _cells(keys, queries, *self._keys_met), np.empty((self.chunks, self.chunks))
+        cells, counts = cells_of(keys, queries, *self._keys_met), np.empty((self.chunks, self.chunks))
         for each in range(self.chunks):
             seen = cells.met_by(each)
             counts[each] = np.bincount(cells.owner[seen], cells.tokens[seen], self.chunks)
@@ -235,7 +174,7 @@ class PackBlocks(Blocks):
         if self._neighbours is None:
             return self._all_rows(np.tile(self._tokens(self.keys), self.chunks))
         queries, keys = self._neighbours
-        return self._rows_met(_cells(keys, queries, *self._keys_met)).reshape(2, -1)
+        return cells_of(keys, queries, *self._keys_met).rows_met(self.chunks).reshape(2, -1)
 
     @cached_property
     def query_rows(self) -> np.ndarray:
@@ -247,8 +186,8 @@ class PackBlocks(Blocks):
         first, behind, tokens = self.mask.seen_by(begin)[0], self.mask.seen_by(end - 1)[1], stop - start
         if self.mask.new:  # numbers of queries in the place of their positions among keys, which have gaps
             start, first, behind = (np.searchsorted(self.mask.query_positions, at) for at in (start, first, behind))
-        cells = _cells(np.stack([chunk, start, start + tokens]), keys, first, behind)
-        return self._rows_met(cells).transpose(0, 2, 1).reshape(2, -1)
+        cells = cells_of(np.stack([chunk, start, start + tokens]), keys, first, behind)
+        return cells.rows_met(self.chunks).transpose(0, 2, 1).reshape(2, -1)
 
     @property
     def _keys_met(self) -> tuple[np.ndarray, np.ndarray]:
@@ -265,19 +204,13 @@ class PackBlocks(Blocks):
         """All rows of chunks of so many tokens, (classes,), in each block that there is: (2, classes)."""
         return np.stack([np.zeros(self.classes, np.int32), tokens * self.computes])
 
-    def _rows_met(self, cells: _Cells) -> np.ndarray:
-        """The rows of cells that each chunk meets, (the first, the one behind the last): (2, chunks, owners)."""
-        start, stop = cells.rows()
-        first, last = cells.first_met(start, self.chunks), cells.from_behind.first_met(stop[::-1], self.chunks)
-        return np.stack([first, last])
-
     @cached_property
     def _neighbours(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """The runs of neighbours that queries and keys are assigned as (_by_position); None where some are none."""
+        """The runs of neighbours that queries and keys are assigned as (by_position); None where some are none."""
         if any(runs.step > 1 for runs in (*self._runs, *self._key_runs)):
             return None
-        by_queries = _by_position(self._runs)
-        return by_queries, _by_position(self._key_runs) if self.mask.new else by_queries
+        by_queries = by_position(self._runs)
+        return by_queries, by_position(self._key_runs) if self.mask.new else by_queries
 
     def parts(self, *, keys: bool) -> Sequence[Part]:
         """Whole chunks: a kernel for variable lengths returns all rows."""
@@ -372,17 +305,6 @@ class PackBlocks(Blocks):
         return Seen(keys.astype(np.int32), behind.astype(np.int32), groups, sizes)
 
 
-def _cells(cut: np.ndarray, others: np.ndarray, first: np.ndarray, behind: np.ndarray) -> _Cells:
-    """The cells of all runs of one side, (chunk, start, stop) each by position, without gaps, of which each of the
-    `others` meets those from `first` to `behind`.
-    """
-    owner, begin, end = cut
-    edges = np.sort(np.concatenate([begin, end, first, behind]), kind="stable")  # each is ascending
-    edges = edges[np.diff(edges, prepend=edges[0] - 1) > 0]  # np.unique hashes, which takes far longer
-    of_cells = owner.astype(np.min_scalar_type(int(owner.max())))[np.searchsorted(begin, edges[:-1], "right") - 1]
-    return _Cells(of_cells, np.diff(edges), others[0], np.searchsorted(edges, first), np.searchsorted(edges, behind))
-
-
 def runs_of_chunks(shards: Shards) -> list[Runs]:
     """The positions of every chunk, as runs."""
     if isinstance(shards.layout, AssignedLayout) and shards.in_runs:
@@ -403,11 +325,3 @@ def _by_chunk(owner: np.ndarray, chunks: int) -> list[np.ndarray]:
     """The positions of each chunk, ascending, from the chunk of each position."""
     ends = np.cumsum(np.bincount(owner, minlength=chunks))
     return np.split(np.argsort(owner, kind="stable"), ends[:-1])
-
-
-def _by_position(chunks: Sequence[Runs]) -> np.ndarray:
-    """(chunk, start, stop) of the runs of all chunks, ascending: (3, runs)."""
-    chunk = np.repeat(np.arange(len(chunks)), [runs.start.size for runs in chunks])
-    start, stop = (np.concatenate([runs[i] for runs in chunks]) for i in range(2))
-    order = np.argsort(start)
-    return np.stack([chunk[order], start[order], stop[order]])

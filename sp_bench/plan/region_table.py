@@ -10,6 +10,7 @@ from typing import NamedTuple, overload
 import numpy as np
 
 from sp_bench.plan.regions import Region, RegionKind
+from sp_bench.plan.runs import whole_numbers
 
 KINDS = (RegionKind.FULL, RegionKind.CAUSAL, RegionKind.UPPER, RegionKind.STRICT)
 
@@ -110,13 +111,11 @@ class RegionTable(Sequence[Region]):
 
     def _rows(self, side: int) -> Rows:
         start, stop = self.numbers[side : side + 2]
-        tokens = stop - start
-        into = np.arange(int(tokens.sum())) - np.repeat(np.cumsum(tokens) - tokens, tokens)
-        if KINDS[int(self.kind[0])] is RegionKind.UPPER:
-            return np.repeat(stop - 1, tokens) - into
-        if (start[1:] == stop[:-1]).all():
+        backwards = KINDS[int(self.kind[0])] is RegionKind.UPPER
+        if not backwards and (start[1:] == stop[:-1]).all():
             return range(int(start[0]), int(stop[-1]))
-        return np.repeat(start, tokens) + into
+        rows = whole_numbers(start, stop - start)
+        return np.repeat(start + stop - 1, stop - start) - rows if backwards else rows
 
     @property
     def plain(self) -> RegionTable:
@@ -166,7 +165,7 @@ def by_keys(regions: Iterable[Region]) -> RegionTable:
     is_full = table.kind == KINDS.index(RegionKind.FULL)
     full = np.flatnonzero(is_full)
     if full.size < 2:  # as of many blocks of short documents
-        return table.take(np.argsort(is_full, kind="stable")) if full.size else table
+        return table.take(np.argsort(is_full, kind="stable"))
     full = full[np.argsort(table.numbers[1, full], kind="stable")]
     kind, q_start, q_stop, kv_start, kv_stop = table.numbers[:, full]
     climbs = (q_stop[:-1] == q_start[1:]) & (kv_start[:-1] == kv_start[1:]) & (kv_stop[:-1] <= kv_stop[1:])
@@ -189,15 +188,11 @@ def stacks(regions: RegionTable, alike: np.ndarray, *, shared: bool = False) -> 
     _, first, of = np.unique(alike[order], return_index=True, return_inverse=True)
     at_first = first[of]  # groups come in the order of their first regions
     by_group = np.argsort(at_first, kind="stable")
-    groups = [regions.take(each) for each in np.split(order[by_group], _ends(at_first[by_group]))]
+    ends = np.flatnonzero(np.diff(at_first[by_group])) + 1
+    groups = [regions.take(each) for each in np.split(order[by_group], ends)]
     if shared:
         return groups
     return [group.take(np.array(stack)) for group in groups for stack in _first_fit(group)]
-
-
-def _ends(groups: np.ndarray) -> np.ndarray:
-    """The places at which another group begins."""
-    return np.flatnonzero(np.diff(groups)) + 1
 
 
 class _Stack:

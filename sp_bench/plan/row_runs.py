@@ -19,9 +19,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from sp_bench.plan.block_classes import BlockClasses
+from sp_bench.plan.cells import NO_ROW
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import Block, Bundle, Chunk, Fold, Pass, Plan, Transfer
-from sp_bench.plan.pack_blocks import NO_ROW, PackBlocks
+from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 
 

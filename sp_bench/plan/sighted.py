@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sp_bench.plan.intervals import Runs, Sight, keys_below
+from sp_bench.plan.intervals import Sight, keys_below
+from sp_bench.plan.runs import Runs, in_runs
 
 
 class Moves(NamedTuple):
@@ -132,16 +133,3 @@ def _moves(keys: Sequence[Runs], ends: Sequence[np.ndarray], last_ends: Sequence
         for of, signs in ((through, (1, 1)), (moved, (-1, 1)))
     )
     return Moves(stretch[order], chunk, by)
-
-
-def in_runs(chunks: Sequence[Runs]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each run of neighbouring positions of some chunks: (chunk, start, stop), (runs,) each."""
-    near = [runs if runs.step == 1 else _each_alone(runs) for runs in chunks]
-    chunk = np.repeat(np.arange(len(near)), [runs.start.size for runs in near])
-    return chunk, np.concatenate([runs.start for runs in near]), np.concatenate([runs.stop for runs in near])
-
-
-def _each_alone(runs: Runs) -> Runs:
-    ends = zip(runs.start.tolist(), runs.stop.tolist(), strict=True)
-    positions = np.concatenate([np.arange(start, stop, runs.step) for start, stop in ends])
-    return Runs(positions, positions + 1)

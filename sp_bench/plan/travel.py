@@ -20,10 +20,11 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from sp_bench.plan.casts import Casts, Gathering, Keys, Work, casts, whole_numbers
-from sp_bench.plan.intervals import Runs, regions_of_runs
+from sp_bench.plan.casts import Casts, Gathering, Keys, Work, casts
+from sp_bench.plan.intervals import regions_of_runs
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.region_table import by_keys, rows_seen, sizes_of
+from sp_bench.plan.runs import Runs, whole_numbers
 from sp_bench.plan.sighted import Sighted, sighted
 from sp_bench.plan.tensors import DKV, DOQ, DQ, KV, O, Q, Tensor
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import accumulate, groupby, pairwise
-from typing import NamedTuple, Protocol
+from itertools import accumulate, groupby
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,14 +13,16 @@ from torch import Tensor
 from sp_bench.kernels import BlockKernel
 from sp_bench.kernels.contract import PagedKernel, empty_output
 from sp_bench.kernels.entries import Entries
-from sp_bench.kernels.pieces import Pieces, calls
+from sp_bench.kernels.pieces import Pieces, calls, on_device
 from sp_bench.plan.caches import CacheBlocks, Caches
 from sp_bench.plan.ops import Attend, AttendBackward
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import Region, RegionKind, Regions
+from sp_bench.plan.region_table import table_of
+from sp_bench.plan.regions import RegionKind, Regions
 from sp_bench.run.execution import FOLDS, KERNELS, REST, WAITS, Execution
 from sp_bench.run.fused import end_to_end
 from sp_bench.run.partials import Rows, Sums, tokens_of
+from sp_bench.run.windows import Window
 
 UNUSED = 1e4
 """The number in places of a pool that hold no key; in the range of fp16."""
@@ -131,7 +133,7 @@ class _InLine:
         """`rows` are all of the blocks', of which the last may see no key here."""
         self._kernel, self._in_pool, self._alike = kernel, in_pool, _alike_in_a_row(regions, rows)
         varlen = kernel.takes_varlen(head_dim)
-        self._parts = [_Call.of(call) for call in calls(() if self._alike else regions, device, varlen=varlen)]
+        self._parts = [Window.of(call) for call in calls(() if self._alike else regions, device, varlen=varlen)]
 
     def taken(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self._in_pool is None:
@@ -143,7 +145,7 @@ class _InLine:
             return _as_a_batch(self._kernel, self._alike, q, k, v)
         out, lse = empty_output(q, width=v.shape[3])
         for part in self._parts:
-            part.perform(self._kernel, (q, k, v), (out, lse))
+            _perform(part, self._kernel, (q, k, v), (out, lse))
         return out, lse
 
 
@@ -168,9 +170,7 @@ class _InPages:
                 places[first : first + -(-length // self._page)] for first, length in zip(firsts, lengths, strict=True)
             )
             entries = Entries(lengths, of_entries, self._page, device)
-            run = _run([region.q for region in of_size])
-            rows = [row for region in of_size for row in region.q]
-            self._groups.append((torch.tensor(rows, device=device) if run is None else run, entries))
+            self._groups.append((on_device(table_of(of_size).query_rows, device), entries))
 
     def taken(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return k, v
@@ -233,27 +233,16 @@ def in_pages(problem: Problem, rank: int, k: Tensor, v: Tensor) -> tuple[Tensor,
     return pool(k), pool(v)
 
 
-class _Call(NamedTuple):
-    """A kernel call, and the rows that it reads."""
-
-    q: Rows
-    kv: Rows
-    kind: RegionKind | Pieces
-
-    @classmethod
-    def of(cls, call: Region | Pieces) -> _Call:
-        return cls(call.q, call.kv, call.kind) if isinstance(call, Region) else cls(call.queries, call.keys, call)
-
-    def perform(
-        self, kernel: BlockKernel, operands: tuple[Tensor, Tensor, Tensor], into: tuple[Tensor, Tensor]
-    ) -> None:
-        """Compute, from (q, k, v) with all rows, and put the rows' (out_BSHD, lse_BHS) into those of all."""
-        q, k, v = (tokens_of(x, rows) for x, rows in zip(operands, (self.q, self.kv, self.kv), strict=True))
-        if isinstance(self.kind, Pieces):
-            results = kernel.forward_pieces(q, k, v, self.kind)
-        else:
-            results = kernel.forward(q, k, v, self.kind)
-        _put(results, self.q, into)
+def _perform(
+    call: Window, kernel: BlockKernel, operands: tuple[Tensor, Tensor, Tensor], into: tuple[Tensor, Tensor]
+) -> None:
+    """Compute a call, from (q, k, v) with all rows, and put its rows' (out_BSHD, lse_BHS) into those of all."""
+    q, k, v = (tokens_of(x, rows) for x, rows in zip(operands, (call.q, call.kv, call.kv), strict=True))
+    if isinstance(call.kind, Pieces):
+        results = kernel.forward_pieces(q, k, v, call.kind)
+    else:
+        results = kernel.forward(q, k, v, call.kind)
+    _put(results, call.q, into)
 
 
 def _put(results: tuple[Tensor, Tensor], rows: Rows, into: tuple[Tensor, Tensor]) -> None:
@@ -270,20 +259,15 @@ def _starts(runs: Sequence[range]) -> list[int]:
     return [0, *accumulate(map(len, runs[:-1]))]
 
 
-def _run(runs: Sequence[range]) -> range | None:
-    """Runs that lie one behind the other as one; None if they don't."""
-    behind = all(one.stop == other.start for one, other in pairwise(runs))
-    return range(runs[0].start, runs[-1].stop) if behind else None
-
-
 def _alike_in_a_row(regions: Regions, rows: int) -> Regions:
     """The regions, if they are of one size and lie one behind the other, from the first query and key on and up to the
     last of all rows; else none.
     """
     if len({(len(region.q), len(region.kv)) for region in regions}) != 1:
         return ()
-    q, kv = _run([region.q for region in regions]), _run([region.kv for region in regions])
-    return regions if q == range(rows) and kv is not None and not kv.start else ()
+    q, kv = table_of(regions).query_rows, table_of(regions).key_rows
+    in_a_row = isinstance(q, range) and q == range(rows) and isinstance(kv, range) and not kv.start
+    return regions if in_a_row else ()
 
 
 def _as_a_batch(kernel: BlockKernel, regions: Regions, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

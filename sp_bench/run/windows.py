@@ -14,7 +14,7 @@ from sp_bench.kernels.pieces import Pieces
 from sp_bench.kernels.pieces import calls as kernel_calls
 from sp_bench.plan.ops import Chunk
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import RegionKind, Regions
+from sp_bench.plan.regions import Region, RegionKind, Regions
 from sp_bench.run.execution import FOLDS, KERNELS, REST, WAITS, Execution, Perform
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.latents import Expanding
@@ -33,13 +33,18 @@ class Window(NamedTuple):
     kind: RegionKind | Pieces
     """The kind of its region, never STRICT."""
 
+    @classmethod
+    def of(cls, call: Region | Pieces) -> Window:
+        """The window of a kernel call."""
+        return cls(call.queries, call.keys, call) if isinstance(call, Pieces) else cls(call.q, call.kv, call.kind)
+
 
 def windows_of(
     regions: Regions, problem: Problem, kernel: BlockKernel, device: torch.device, *, shared: bool = False
 ) -> list[Window]:
     """The kernel calls of a block's regions. `shared`: several regions may see the same keys."""
     of_kernel = kernel_calls(regions, device, varlen=kernel.takes_varlen(problem.head_dim), shared=shared)
-    return [Window(c.queries, c.keys, c) if isinstance(c, Pieces) else Window(c.q, c.kv, c.kind) for c in of_kernel]
+    return [*map(Window.of, of_kernel)]
 
 
 class Queries(NamedTuple):

@@ -21,7 +21,8 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
 from sp_bench.simulate.flows import LongerError, TaskGraph, Timing, is_compiled, solve
-from sp_bench.simulate.graph import PlanGraph, build_as_alike, build_graph, uncontended_s
+from sp_bench.simulate.graph import build_as_alike, build_graph, uncontended_s
+from sp_bench.simulate.plan_graph import PlanGraph
 from sp_bench.simulate.slowdown import slowed_by_transfers
 from sp_bench.simulate.uncontended import solve_rows
 

@@ -14,7 +14,7 @@ from sp_bench.cluster.collectives import rings
 from sp_bench.cluster.topology import Network
 from sp_bench.plan.groups import Group
 from sp_bench.simulate.flows import TaskGraph, Timing, solve
-from sp_bench.simulate.graph import PlanGraph
+from sp_bench.simulate.plan_graph import PlanGraph
 
 
 def ring_traffic(network: Network, size: int, sent_bytes: float) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -39,6 +39,7 @@ from sp_bench.plan.ops import (
     RowSums,
     Transfer,
     TreeReduce,
+    keep,
 )
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import segments
@@ -350,9 +351,7 @@ def operation_costs(plan: Plan, problem: Problem, device: DeviceCosts, lowering:
     """The OperationCosts of a plan, cached: bounds and simulations of a variant ask for the same ones."""
     known, key = _CACHE.setdefault(plan, {}), (id(device), id(lowering))
     if key not in known:
-        while len(known) >= FEW_KEPT:
-            del known[next(iter(known))]
-        known[key] = device, lowering, OperationCosts(plan, problem, device, lowering)
+        keep(known, key, (device, lowering, OperationCosts(plan, problem, device, lowering)), FEW_KEPT)
     return known[key][2]
 
 

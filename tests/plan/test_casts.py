@@ -13,11 +13,12 @@ from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.cast_rows import most_rows, rows_moved
 from sp_bench.plan.casts import Casts, casts
 from sp_bench.plan.documents import Packed
-from sp_bench.plan.intervals import Runs, regions_of_runs
+from sp_bench.plan.intervals import regions_of_runs
 from sp_bench.plan.layout import LAYOUTS, Shards
 from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.patterns import divisors
 from sp_bench.plan.regions import RegionKind
+from sp_bench.plan.runs import Runs
 from tests.support.layouts import places, tokens_of
 from tests.support.packs import packs
 from tests.support.regions import regions_by_query, times_computed

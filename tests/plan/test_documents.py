@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sp_bench.errors import RequestError
-from sp_bench.plan import intervals
+from sp_bench.plan import pair_counts
 from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.layout import LAYOUTS, Shards
@@ -54,8 +54,8 @@ def test_pairs_are_the_same_however_many_runs_are_counted_at_once(mask: Packed, 
     blocks = blocks_of(mask, name, n)
     limits = mask.sees(mask.query_positions)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(intervals, "RUNS_AT_ONCE", 2)
-        found = intervals.pair_counts(blocks.owner, blocks.key_owner, blocks.chunks, *limits)
+        patch.setattr(pair_counts, "RUNS_AT_ONCE", 2)
+        found = pair_counts.pair_counts(blocks.owner, blocks.key_owner, blocks.chunks, *limits)
     np.testing.assert_array_equal(found.ravel(), blocks.pairs)
 
 

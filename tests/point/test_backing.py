@@ -170,7 +170,7 @@ def test_the_same_figures_by_another_name_are_validated(overrides: str) -> None:
     "overrides", ["method=upipe method.stages=2", "method=group_cast method.ulysses=2 method.slices=2"]
 )
 def test_all_to_alls_in_stages_were_not_measured(overrides: str) -> None:
-    """Of whole sequences. Group casts of packs were measured as this suite takes them, in slices or not."""
+    """Those of whole sequences. Group casts of packs were measured as this suite takes them, in slices or not."""
     record = simulated(f"{overrides} gpus=8 kv_heads=8")
     assert "exchange all heads at once" in (record.validation or "")
     assert_not_validated(record)
@@ -185,7 +185,7 @@ def test_stragglers_were_not_measured() -> None:
 
 @pytest.mark.parametrize("overrides", ["method=ring gpus=16 method.layout=zigzag", "method=all_gather gpus=8"])
 def test_only_their_code_is_simulated_beside_ours(overrides: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ours takes with nearly alike ranks is known from choosing it."""
+    """Ours was simulated with nearly alike ranks when it was chosen, and isn't again."""
     request = point(*(key for key in H100 if "implementation" not in key), *overrides.split())
     choice, clusters = choose(request), list[str]()
     again = backings.simulated(replace(choice, runs={}), request.cluster, nearly_alike=True)

@@ -141,7 +141,7 @@ def test_nothing_is_faster_than_without_contention(keys: tuple[str, ...], monkey
 
 
 def test_a_plan_that_is_bounded_has_its_rows_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is bounded without contention is simulated with the same rows, after which nothing keeps them."""
+    """The bound without contention and the simulation have the same rows, which nothing keeps afterwards."""
     monkeypatch.setattr(graph, "SOME_TASKS", 0)
     request = point("method=startrail", "method.team=2", *ASKED)
     assert isinstance(request.method, Method)

@@ -113,7 +113,7 @@ def test_packs_share_the_plans_that_would_be_made_of_each(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", [name for name in REGISTRY if name not in CACHES_OR_ONE_RANK])
-def test_packs_of_one_size_share_what_each_would_be_lowered_to(method: str) -> None:
+def test_packs_share_what_each_would_be_lowered_to(method: str) -> None:
     one, other = a_pack(8, seed=1), a_pack(8, seed=2)
     for layout in REGISTRY[method].all_layouts():
         chosen = build(method, {"layout": layout})
@@ -127,7 +127,7 @@ def test_packs_of_one_size_share_what_each_would_be_lowered_to(method: str) -> N
 
 
 def test_kernel_calls_of_a_rank_take_no_python_for_each_region() -> None:
-    """Of thousands of regions, one or two calls a block are found, and the rows that they read."""
+    """A rank's thousands of regions become one or two calls a block, with the rows that they read."""
     chosen, mask = build("ring", {"layout": "zigzag_documents"}), a_pack(64)
     problem = chosen.assigned(replace(problem_of(mask, 64), layout=chosen.layout_of(mask, 64)))
     problem.blocks.find(range(64))
