@@ -81,4 +81,16 @@ def _each_alone(runs: Runs) -> Runs:
 def whole_numbers(start: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """The whole numbers of runs, one run behind the other."""
     ends = np.cumsum(tokens)
-    return np.repeat(start - (ends - tokens), tokens) + np.arange(int(tokens.sum()))
+    total = int(tokens.sum())
+    if total < MANY:
+        return np.repeat(start - (ends - tokens), tokens) + np.arange(total)
+    some = tokens > 0
+    start, tokens, ends = start[some], tokens[some], ends[some]
+    numbers = np.ones(total, np.int64)  # what each is above the one before, added up in place: no second array
+    numbers[0] = start[0]
+    numbers[ends[:-1]] = start[1:] - (start + tokens)[:-1] + 1
+    return np.cumsum(numbers, out=numbers)
+
+
+MANY = 1 << 14
+"""Numbers of which a second array takes longer than a few more steps."""

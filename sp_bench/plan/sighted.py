@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from sp_bench.plan.intervals import Sight, keys_below
+from sp_bench.plan.intervals import Sight, distinct_below
 from sp_bench.plan.runs import Runs, in_runs
 
 
@@ -37,15 +38,19 @@ class Sighted:
     """Its row in its chunk: (stretches,)."""
     tokens: np.ndarray
     """How many queries there are: (stretches,)."""
-    seen: np.ndarray
-    """How many keys of each chunk the first one sees: (stretches, chunks)."""
+    below: np.ndarray
+    """How many keys of each chunk are below some positions: (positions, chunks)."""
+    ends: np.ndarray
+    """Which of these are the first key that the first query of a stretch sees, and the one behind its last: (2,
+    stretches).
+    """
     moves: Moves
     """Those of keys of two chunks at most, each stretch."""
 
     @cached_property
     def pairs(self) -> np.ndarray:
         """Pairs of a query and a key that it sees: (chunks, chunks), by query and key chunk."""
-        pairs = self._by_chunk(lambda seen: seen)
+        pairs = self._sums[0].copy()
         np.add.at(pairs, self._at_moves, self.moves.by * self.tokens[self.moves.stretch] // 2)
         return pairs
 
@@ -53,15 +58,15 @@ class Sighted:
     def queries(self) -> np.ndarray:
         """Queries that see a key: (chunks, chunks), by query and key chunk."""
         stretch, chunk, by = self.moves
-        tokens, seen = self.tokens[stretch], self.seen[stretch, chunk]
-        queries = self._by_chunk(lambda seen: seen > 0)
+        tokens, seen = self.tokens[stretch], self._seen(stretch, chunk)
+        queries = self._sums[1].copy()
         np.add.at(queries, self._at_moves, _that_see(tokens, seen, seen + by)[1] - np.where(seen > 0, tokens, 0))
         return queries
 
     def rows(self, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Runs of queries of one chunk that see a key of another: (the position of the first, its row, how many)."""
         low, high = self.first[queries : queries + 2]
-        seen = self.seen[low:high, keys].astype(np.int64)
+        seen = self._seen(slice(low, high), keys).astype(np.int64)
         last_seen = seen.copy()
         moves = slice(*np.searchsorted(self.moves.stretch, (low, high)))
         stretch, chunk, by = (each[moves] for each in self.moves)
@@ -74,12 +79,23 @@ class Sighted:
     def _at_moves(self) -> tuple[np.ndarray, np.ndarray]:
         return np.searchsorted(self.first, self.moves.stretch, "right") - 1, self.moves.chunk
 
-    def _by_chunk(self, of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Sums over the queries of each chunk of what stretches have by the keys that are seen: (chunks, chunks)."""
-        inner = self.first[1:-1]
-        each = zip(np.split(self.tokens, inner), np.split(self.seen, inner), strict=True)
-        # np.add.reduceat takes four times as long, and so do products of whole numbers.
-        return np.stack([tokens @ of(seen).astype(float) for tokens, seen in each]).astype(np.int64)
+    def _seen(self, stretches: np.ndarray | slice, chunk: np.ndarray | int) -> np.ndarray:
+        """How many keys of a chunk the first queries of some stretches see: (stretches,)."""
+        first, behind = self.ends[:, stretches]
+        return self.below[behind, chunk] - self.below[first, chunk]
+
+    @cached_property
+    def _sums(self) -> tuple[np.ndarray, np.ndarray]:
+        """Sums over the queries of each chunk of the keys that the first of their stretch sees, and of whether it sees
+        one: (chunks, chunks) each, by query and key chunk.
+        """
+        seen, some = np.zeros((2, self.first.size - 1, self.below.shape[1]), np.int64)
+        for chunk, (low, high) in enumerate(pairwise(self.first.tolist())):  # few enough for a cache
+            first, behind = (self.below.take(of, axis=0) for of in self.ends[:, low:high])
+            keys = behind - first
+            # np.add.reduceat takes four times as long, and so do products of whole numbers.
+            seen[chunk], some[chunk] = (self.tokens[low:high] @ each.astype(float) for each in (keys, keys > 0))
+        return seen, some
 
 
 def _that_see(tokens: np.ndarray, seen: np.ndarray, last_seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -95,9 +111,8 @@ def sighted(mask: Sight, queries: Sequence[Runs], keys: Sequence[Runs]) -> Sight
     before = np.append(0, np.cumsum(tokens))
     row = before[:-1] - np.repeat(before[first[:-1]], np.diff(first))
     ends, last_ends = mask.sees(position), mask.sees(position + tokens - 1)
-    below = keys_below(keys, np.concatenate(ends)).T
-    seen = below[tokens.size :] - below[: tokens.size]
-    return Sighted(first, position, row, tokens, seen, _moves(keys, ends, last_ends))
+    below, of = distinct_below(keys, np.concatenate(ends))
+    return Sighted(first, position, row, tokens, below, of.reshape(2, -1), _moves(keys, ends, last_ends))
 
 
 def _stretches(mask: Sight, queries: Sequence[Runs], keys: Sequence[Runs]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -10,6 +10,11 @@ from sp_bench.measure.pool import RankFailure, RankPool, report
 WORLD = 9
 """Ranks of the shared pool: enough for the Mesh paper's 3 x 3 example."""
 
+RUNS = 24
+"""After so many runs the groups that they made are destroyed. Each has a thread in each of its ranks, which wakes a
+hundred times a second; those of a whole session would take half of two cores.
+"""
+
 SIZES = (1, 2, 3, 4, 6, 8, 9)
 """The group sizes that are run."""
 
@@ -20,12 +25,16 @@ class Ranks:
     def __init__(self, timeout_s: float = 60.0) -> None:
         self._timeout_s = timeout_s
         self._pool: RankPool | None = None
+        self._runs = 0
 
     def run(self, function: Callable, *args: object) -> list[Any]:
         """function(*args) on every rank. A failure carries the last case that rank 0 reported."""
         if self._pool is None or not self._pool.alive:
             self.close()
-            self._pool = RankPool(WORLD, timeout_s=self._timeout_s)
+            self._pool, self._runs = RankPool(WORLD, timeout_s=self._timeout_s), 0
+        self._runs += 1
+        if self._runs % RUNS == 0:
+            self._pool.run(_destroy_groups)
         reported: list[object] = []
         try:
             return self._pool.run(function, *args, progress=reported.append)
@@ -38,6 +47,12 @@ class Ranks:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+
+def _destroy_groups() -> None:
+    from sp_bench.run.groups import release
+
+    release(None)
 
 
 _groups: dict[int, Any] = {}
