@@ -41,7 +41,7 @@ class Sighted:
     below: np.ndarray
     """How many keys of each chunk are below some positions: (positions, chunks)."""
     ends: np.ndarray
-    """Which of these are the first key that the first query of a stretch sees, and the one behind its last: (2,
+    """The numbers of those of the first key that the first query of a stretch sees, and of the one behind its last: (2,
     stretches).
     """
     moves: Moves
