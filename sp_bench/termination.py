@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,6 +58,20 @@ def raise_if_terminated() -> None:
     """
     if _Here.received and not _Here.deferring:
         raise Terminated(_Here.received)
+
+
+def end_with_parent() -> None:
+    """Let this process of multiprocessing's end with the one that started it, and at once on Ctrl-C or SIGTERM."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _all_but_terminated(hook: Callable[[Any], object]) -> Callable[[Any], object]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -14,6 +11,7 @@ from typing import Any
 
 from sp_bench.errors import RequestError
 from sp_bench.machine import cores_here
+from sp_bench.termination import end_with_parent
 
 Map = Callable[..., Iterable[Any]]
 """Calls a function for each of some values, or with one of several kinds each, as the built-in map does."""
@@ -32,22 +30,9 @@ def workers() -> Iterator[Map]:
     if count == 1:
         yield map
         return
-    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=_start) as pool:
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=end_with_parent) as pool:
         try:
             yield pool.map
         except BrokenProcessPool:
             rule = "a process that simulated a method was killed, perhaps for want of memory"
             raise RequestError("advise", rule, "fewer cores, by taskset, or fewer gpus would work") from None
-
-
-def _start() -> None:
-    """End with the process that started this one, and at once on Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

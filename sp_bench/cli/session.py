@@ -20,6 +20,7 @@ from sp_bench.loggers import Logger
 from sp_bench.machine import has_bfloat16
 from sp_bench.plan.method import Method
 from sp_bench.point import NotWritten, Outcome, Request, resolve, run_points, work_of
+from sp_bench.point.at_once import processes_here
 from sp_bench.point.request import unsupported
 from sp_bench.point.simulations import simulation_of
 from sp_bench.records import Record
@@ -146,7 +147,9 @@ def _run(
     # Those that are there already are found out when it is their turn; here a file will do.
     _say_duration([one for one in asked if not (reuse and (folder / f"{one.run_id}.json").exists())])
     with _bar(work_of(requests)) as advance:
-        return run_points(requests, folder=folder, reuse=reuse, progress=advance, finished=log)
+        return run_points(
+            requests, folder=folder, reuse=reuse, at_once=processes_here(), progress=advance, finished=log
+        )
 
 
 def _say_duration(requests: Sequence[Request]) -> None:

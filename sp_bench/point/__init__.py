@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from sp_bench.errors import RequestError
 from sp_bench.launch import Launch
 from sp_bench.plan.problem import Problem
 from sp_bench.point import data_parallel
+from sp_bench.point.at_once import ProcessEndedError, forked
 from sp_bench.point.choose import DeviceMemoryError
 from sp_bench.point.collection import uncollected
 from sp_bench.point.outcome import Outcome
@@ -72,12 +73,14 @@ def run_points(
     *,
     folder: Path,
     reuse: bool,
+    at_once: int = 1,
     progress: Callable[[int], None] = lambda steps: None,
     finished: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Run all points; return their outcomes in the order given. Each record is written as soon as its point is done.
 
-    Consecutive measured points of one problem share a pool of ranks and are timed in turn. With `reuse`, a point with a
+    Consecutive measured points of one problem share a pool of ranks and are timed in turn. Simulated points run in
+    `at_once` forked processes, in this one if that is 1. With `reuse`, a point with a
     record in `folder` whose status is ok is not run again. A point that fails is an outcome, not an error. A point that
     was refused is given as its record, which is written first. Only `finished` gets the samples and traces of a point:
     those of a whole sweep would fill the memory.
@@ -120,15 +123,19 @@ def run_points(
         if mode != "simulate" and todo:
             finish(*_measure(todo, step))
         elif todo:
-            for request in todo:
-                finish(_simulate(request))
+            for outcome in _simulated(todo, at_once):
+                finish(outcome)
                 step(1)
     # Within a group, reused points finish first.
     return [outcomes[request.run_id] for request in requests]
 
 
 def _group(request: Request) -> tuple:
-    """Equal for points that run together: those that tables compare. Their records are written when all have ended."""
+    """Equal for points that run together: of measured ones those that tables compare, which are written when all have
+    ended.
+    """
+    if request.mode == "simulate":
+        return (request.mode,)
     problem = {each.name: getattr(request.problem, each.name) for each in fields(Problem) if each.name != "layout"}
     cluster, devices = request.cluster, request.devices
     model = request.workload.described(request.problem).model
@@ -146,6 +153,15 @@ def _measure(requests: Sequence[Request], progress: Callable[[int], None]) -> li
         if len(requests) > 1:
             return [outcome for request in requests for outcome in _measure([request], progress)]
         return [_failed(requests[0], error)]
+
+
+def _simulated(requests: Sequence[Request], at_once: int) -> Iterator[Outcome]:
+    """The outcomes of simulated points, in the order in which they end."""
+    if min(at_once, len(requests)) == 1:
+        yield from map(_simulate, requests)
+        return
+    for request, outcome in forked(_simulate, requests, at_once):
+        yield _failed(request, outcome) if isinstance(outcome, ProcessEndedError) else outcome
 
 
 @uncollected()

@@ -35,12 +35,13 @@ def provenance() -> dict[str, Any]:
 
 def git_state(root: Path) -> dict[str, Any]:
     """The git commit of a checkout, and whether files differ from it; None if `root` is no checkout of this project.
+    Files in docs/ are no part of what ran: the pages of studies that are made one after the other may differ.
 
     An installed package may stand in another project's repository, whose state says nothing about this code.
     """
     if not _is_checkout(root):
         return {"git_commit": None, "git_dirty": None}
-    changed = git(root, "status", "--porcelain")
+    changed = git(root, "status", "--porcelain", "--", ".", ":!docs")
     return {"git_commit": git(root, "rev-parse", "HEAD"), "git_dirty": None if changed is None else bool(changed)}
 
 

@@ -160,6 +160,9 @@ def checkout(tmp_path: Path) -> Path:
 def test_a_checkout_has_its_commit(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = git(checkout, "rev-parse", "HEAD").strip()
     assert git_state(checkout) == {"git_commit": commit, "git_dirty": False}
+    (checkout / "docs").mkdir()
+    (checkout / "docs" / "page.md").touch()
+    assert git_state(checkout) == {"git_commit": commit, "git_dirty": False}, "no part of what ran"
     monkeypatch.setenv("GIT_DIR", "/nowhere")
     (checkout / "new").touch()
     assert git_state(checkout) == {"git_commit": commit, "git_dirty": True}
