@@ -70,11 +70,37 @@ def torch_has_cuda() -> bool:
 
 
 def free_bytes() -> int:
-    """Memory that is available without swapping."""
+    """Memory that is available without swapping, here and in the control groups of this process."""
     available_kib = proc_number("meminfo", "MemAvailable")
     if available_kib is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return available_kib * 1024
+    return min([available_kib * 1024, *left_in_groups(_proc_text("self/cgroup"))])
+
+
+def left_in_groups(of_process: str, groups: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """What the memory limits of control groups leave, as of a SLURM job or a container: one for each that has a limit.
+
+    `of_process` is the text of /proc/PID/cgroup. Files that are cached count as free, as in MemAvailable.
+    """
+    left = list[int]()
+    for line in of_process.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            top, limit, used, cached = groups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            top, limit, used = groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
+            continue
+        group = top / path.strip("/")
+        for folder in (group, *group.parents):  # in a container its own group may be at the top, under no path
+            most, has = _text(folder / limit).strip(), _text(folder / used).strip()
+            if most.isdecimal() and has.isdecimal():
+                files = re.search(rf"^{cached} (\d+)", _text(folder / "memory.stat"), re.MULTILINE)
+                left.append(max(0, int(most) - int(has) + (int(files[1]) if files else 0)))
+            if folder == top:
+                break
+    return left
 
 
 def boot_id() -> str:
@@ -111,7 +137,11 @@ def proc_number(file: str, field: str) -> int | None:
 
 
 def _proc_text(file: str) -> str:
+    return _text(Path("/proc", file))
+
+
+def _text(path: Path) -> str:
     try:
-        return Path("/proc", file).read_text()
+        return path.read_text()
     except OSError:
         return ""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
-from sp_bench.machine import boot_id, busy_s
+import pytest
+
+from sp_bench.machine import boot_id, busy_s, left_in_groups
 
 
 def test_busy_cores_are_counted_in_seconds() -> None:
@@ -22,3 +25,40 @@ def test_busy_cores_are_counted_in_seconds() -> None:
 def test_a_machine_is_told_by_its_kernel() -> None:
     assert len(boot_id()) > 30
     assert boot_id() == boot_id()
+
+
+@pytest.mark.parametrize(
+    ("line", "top", "limit", "used", "cached"),
+    [
+        ("0::/slurm/job_7/step_0", ".", "memory.max", "memory.current", "inactive_file"),
+        (
+            "4:cpu,memory:/slurm/job_7/step_0",
+            "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ],
+    ids=["v2", "v1"],
+)
+def test_a_job_s_memory_is_what_its_groups_leave(
+    tmp_path: Path, line: str, top: str, limit: str, used: str, cached: str
+) -> None:
+    step = tmp_path / top / "slurm" / "job_7" / "step_0"
+    step.mkdir(parents=True)
+    job = step.parent
+    for folder, most, has, files in ((step, "max", 400, 0), (job, "1000", 900, 300), (tmp_path / top, "5000", 1000, 0)):
+        (folder / limit).write_text(f"{most}\n")
+        (folder / used).write_text(f"{has}\n")
+        (folder / "memory.stat").write_text(f"anon 12\n{cached} {files}\n")
+    assert left_in_groups(f"1:pids:/elsewhere\n{line}\n", tmp_path) == [400, 4000]
+    (job / used).write_text("1400\n")
+    assert left_in_groups(line, tmp_path)[0] == 0
+
+
+def test_a_container_s_limit_is_at_the_top(tmp_path: Path) -> None:
+    """The path of its group is the host's, which isn't there."""
+    for name, text in (("memory.max", "2048"), ("memory.current", "48"), ("memory.stat", "")):
+        (tmp_path / name).write_text(text)
+    assert left_in_groups("0::/docker/1234", tmp_path) == [2000]
+    assert left_in_groups("", tmp_path) == []
