@@ -78,7 +78,7 @@ def free_bytes() -> int:
 
 
 def left_in_groups(of_process: str, groups: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """What the memory limits of control groups leave, as of a SLURM job or a container: one for each that has a limit.
+    """Memory that the limits of control groups leave, as of a SLURM job or a container, for each that has a limit.
 
     `of_process` is the text of /proc/PID/cgroup. Files that are cached count as free, as in MemAvailable.
     """
@@ -86,18 +86,19 @@ def left_in_groups(of_process: str, groups: Path = Path("/sys/fs/cgroup")) -> li
     for line in of_process.splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            top, limit, used, cached = groups, "memory.max", "memory.current", "inactive_file"
+            top, limit, used, total = groups, "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
             top, limit, used = groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cached = "total_inactive_file"
+            total = "total_"
         else:
             continue
         group = top / path.strip("/")
         for folder in (group, *group.parents):  # in a container its own group may be at the top, under no path
             most, has = _text(folder / limit).strip(), _text(folder / used).strip()
             if most.isdecimal() and has.isdecimal():
-                files = re.search(rf"^{cached} (\d+)", _text(folder / "memory.stat"), re.MULTILINE)
-                left.append(max(0, int(most) - int(has) + (int(files[1]) if files else 0)))
+                stat = _text(folder / "memory.stat")
+                cached = re.findall(rf"^{total}(?:in)?active_file (\d+)", stat, re.MULTILINE)
+                left.append(max(0, int(most) - int(has) + sum(map(int, cached))))
             if folder == top:
                 break
     return left

@@ -61,7 +61,7 @@ def raise_if_terminated() -> None:
 
 
 def end_with_parent() -> None:
-    """Let this process of multiprocessing's end with the one that started it, and at once on Ctrl-C or SIGTERM."""
+    """End this process, one of multiprocessing's, when its parent ends, and at once on Ctrl-C or SIGTERM."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -28,21 +28,21 @@ def test_a_machine_is_told_by_its_kernel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "top", "limit", "used", "cached"),
+    ("line", "top", "limit", "used", "total"),
     [
-        ("0::/slurm/job_7/step_0", ".", "memory.max", "memory.current", "inactive_file"),
+        ("0::/slurm/job_7/step_0", ".", "memory.max", "memory.current", ""),
         (
             "4:cpu,memory:/slurm/job_7/step_0",
             "memory",
             "memory.limit_in_bytes",
             "memory.usage_in_bytes",
-            "total_inactive_file",
+            "total_",
         ),
     ],
     ids=["v2", "v1"],
 )
 def test_a_job_s_memory_is_what_its_groups_leave(
-    tmp_path: Path, line: str, top: str, limit: str, used: str, cached: str
+    tmp_path: Path, line: str, top: str, limit: str, used: str, total: str
 ) -> None:
     step = tmp_path / top / "slurm" / "job_7" / "step_0"
     step.mkdir(parents=True)
@@ -50,7 +50,9 @@ def test_a_job_s_memory_is_what_its_groups_leave(
     for folder, most, has, files in ((step, "max", 400, 0), (job, "1000", 900, 300), (tmp_path / top, "5000", 1000, 0)):
         (folder / limit).write_text(f"{most}\n")
         (folder / used).write_text(f"{has}\n")
-        (folder / "memory.stat").write_text(f"anon 12\n{cached} {files}\n")
+        (folder / "memory.stat").write_text(
+            f"anon 12\n{total}inactive_file {files // 3}\n{total}active_file {files - files // 3}\n"
+        )
     assert left_in_groups(f"1:pids:/elsewhere\n{line}\n", tmp_path) == [400, 4000]
     (job / used).write_text("1400\n")
     assert left_in_groups(line, tmp_path)[0] == 0

@@ -144,7 +144,7 @@ def _run(
             logger.log(folder / f"{outcome.record.run_id}.json")
 
     asked = [request for request in requests if isinstance(request, Request)]
-    # Those that are there already are found out when it is their turn; here a file will do.
+    # Records that are there already are read later; here a file will do.
     _say_duration([one for one in asked if not (reuse and (folder / f"{one.run_id}.json").exists())])
     with _bar(work_of(requests)) as advance:
         return run_points(

@@ -113,9 +113,7 @@ def keys_below(keys: Sequence[Runs], positions: np.ndarray) -> np.ndarray:
 
 
 def distinct_below(keys: Sequence[Runs], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`keys_below` of positions that repeat: (those of each that is different, (different, chunks), and which of these
-    each position is).
-    """
+    """`keys_below` with one row for positions that are the same: (the rows, (rows, chunks); each position's row)."""
     if _one_by_one(keys):
         return np.stack([kv.below(positions) for kv in keys], axis=1), np.arange(positions.size)
     owner, start, stop = by_position(keys)
@@ -310,8 +308,8 @@ def covered(row: np.ndarray, first: np.ndarray, stop: np.ndarray, shape: tuple[i
 
 def _distinct(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(positions without repetition, ascending; the place of each position among them)."""
-    low, high = int(positions.min()), int(positions.max())
-    if high - low > SPARSE * positions.size:
+    low, high = int(positions.min(initial=0)), int(positions.max(initial=0))
+    if high - low >= SPARSE * positions.size:
         return np.unique(positions, return_inverse=True)
     marked = np.zeros(high - low + 1, bool)
     marked[positions - low] = True
@@ -321,7 +319,7 @@ def _distinct(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return distinct + low, place[positions - low]
 
 
-SPARSE = 64
+SPARSE = 16
 """Positions so far apart, in the mean, are faster sorted than marked."""
 
 

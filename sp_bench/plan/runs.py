@@ -85,7 +85,7 @@ def whole_numbers(start: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     if total < MANY:
         return np.repeat(start - (ends - tokens), tokens) + np.arange(total)
     some = tokens > 0
-    start, tokens, ends = start[some], tokens[some], ends[some]
+    start, tokens, ends = start[some].astype(np.int64), tokens[some].astype(np.int64), ends[some]
     numbers = np.ones(total, np.int64)  # what each is above the one before, added up in place: no second array
     numbers[0] = start[0]
     numbers[ends[:-1]] = start[1:] - (start + tokens)[:-1] + 1

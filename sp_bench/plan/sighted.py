@@ -41,27 +41,21 @@ class Sighted:
     below: np.ndarray
     """How many keys of each chunk are below some positions: (positions, chunks)."""
     ends: np.ndarray
-    """The numbers of those of the first key that the first query of a stretch sees, and of the one behind its last: (2,
+    """Rows of `below`, for the first key that the first query of a stretch sees and for the one behind the last: (2,
     stretches).
     """
     moves: Moves
     """Those of keys of two chunks at most, each stretch."""
 
-    @cached_property
+    @property
     def pairs(self) -> np.ndarray:
         """Pairs of a query and a key that it sees: (chunks, chunks), by query and key chunk."""
-        pairs = self._sums[0].copy()
-        np.add.at(pairs, self._at_moves, self.moves.by * self.tokens[self.moves.stretch] // 2)
-        return pairs
+        return self._sums[0]
 
-    @cached_property
+    @property
     def queries(self) -> np.ndarray:
         """Queries that see a key: (chunks, chunks), by query and key chunk."""
-        stretch, chunk, by = self.moves
-        tokens, seen = self.tokens[stretch], self._seen(stretch, chunk)
-        queries = self._sums[1].copy()
-        np.add.at(queries, self._at_moves, _that_see(tokens, seen, seen + by)[1] - np.where(seen > 0, tokens, 0))
-        return queries
+        return self._sums[1]
 
     def rows(self, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Runs of queries of one chunk that see a key of another: (the position of the first, its row, how many)."""
@@ -75,10 +69,6 @@ class Sighted:
         some = tokens > 0
         return (self.position[low:high] + later)[some], (self.row[low:high] + later)[some], tokens[some]
 
-    @property
-    def _at_moves(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.searchsorted(self.first, self.moves.stretch, "right") - 1, self.moves.chunk
-
     def _seen(self, stretches: np.ndarray | slice, chunk: np.ndarray | int) -> np.ndarray:
         """How many keys of a chunk the first queries of some stretches see: (stretches,)."""
         first, behind = self.ends[:, stretches]
@@ -86,16 +76,19 @@ class Sighted:
 
     @cached_property
     def _sums(self) -> tuple[np.ndarray, np.ndarray]:
-        """Sums over the queries of each chunk of the keys that the first of their stretch sees, and of whether it sees
-        one: (chunks, chunks) each, by query and key chunk.
-        """
-        seen, some = np.zeros((2, self.first.size - 1, self.below.shape[1]), np.int64)
+        """(`pairs`, `queries`): as many for all queries of a stretch as for the first, and then what moves."""
+        pairs, queries = np.zeros((2, self.first.size - 1, self.below.shape[1]), np.int64)
         for chunk, (low, high) in enumerate(pairwise(self.first.tolist())):  # few enough for a cache
             first, behind = (self.below.take(of, axis=0) for of in self.ends[:, low:high])
-            keys = behind - first
+            seen = behind - first
             # np.add.reduceat takes four times as long, and so do products of whole numbers.
-            seen[chunk], some[chunk] = (self.tokens[low:high] @ each.astype(float) for each in (keys, keys > 0))
-        return seen, some
+            pairs[chunk], queries[chunk] = (self.tokens[low:high] @ each.astype(float) for each in (seen, seen > 0))
+        stretch, chunk, by = self.moves
+        at_moves = np.searchsorted(self.first, stretch, "right") - 1, chunk
+        tokens, seen = self.tokens[stretch], self._seen(stretch, chunk)
+        np.add.at(pairs, at_moves, by * tokens // 2)
+        np.add.at(queries, at_moves, _that_see(tokens, seen, seen + by)[1] - np.where(seen > 0, tokens, 0))
+        return pairs, queries
 
 
 def _that_see(tokens: np.ndarray, seen: np.ndarray, last_seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -123,9 +125,11 @@ def run_points(
         if mode != "simulate" and todo:
             finish(*_measure(todo, step))
         elif todo:
-            for outcome in _simulated(todo, at_once):
+            different = list({request.run_id: request for request in todo}.values())
+            for outcome in _simulated(different, at_once):
                 finish(outcome)
                 step(1)
+            step(len(todo) - len(different))
     # Within a group, reused points finish first.
     return [outcomes[request.run_id] for request in requests]
 
@@ -157,11 +161,15 @@ def _measure(requests: Sequence[Request], progress: Callable[[int], None]) -> li
 
 def _simulated(requests: Sequence[Request], at_once: int) -> Iterator[Outcome]:
     """The outcomes of simulated points, in the order in which they end."""
-    if min(at_once, len(requests)) == 1:
+    if min(at_once, len(requests)) <= 1:
         yield from map(_simulate, requests)
         return
+    records.provenance()  # found once, for all processes
     for request, outcome in forked(_simulate, requests, at_once):
-        yield _failed(request, outcome) if isinstance(outcome, ProcessEndedError) else outcome
+        if isinstance(outcome, ProcessEndedError) and outcome.signal in (signal.SIGTERM, signal.SIGINT):
+            time.sleep(1)  # this process may be sent the signal, too
+        raise_if_terminated()
+        yield _failed(request, outcome) if isinstance(outcome, Exception) else outcome
 
 
 @uncollected()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from sp_bench.machine import cores_here, free_bytes
-from sp_bench.termination import end_with_parent
+from sp_bench.termination import deferred, end_with_parent
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -36,74 +37,107 @@ def processes_here() -> int:
 class ProcessEndedError(Exception):
     """A process ended before it answered."""
 
-    def __init__(self, exitcode: int | None) -> None:
-        how = f"killed by {signal.Signals(-exitcode).name}" if exitcode and exitcode < 0 else f"ended with {exitcode}"
-        super().__init__(f"the process that simulated the point was {how}, perhaps for want of memory")
+    def __init__(self, exitcode: int) -> None:
+        self.signal = -exitcode if exitcode < 0 else None
+        how = f"ended with exit code {exitcode}"
+        if self.signal:
+            names = {each.value: each.name for each in signal.Signals}
+            how = f"was killed by {names.get(self.signal, f'signal {self.signal}')}"
+        why = ", perhaps for want of memory" if self.signal == signal.SIGKILL else ""
+        super().__init__(f"the process that simulated the point {how}{why}")
 
 
 def forked(
     function: Callable[[Item], Result], items: Sequence[Item], processes: int
-) -> Generator[tuple[Item, Result | ProcessEndedError], None, None]:
-    """Each item with the function's result, or with the error that its process ended, as soon as it is known.
+) -> Generator[tuple[Item, Result | Exception], None, None]:
+    """Each item with the function's result, as soon as it is known, or with the error that there was instead: a result
+    that can't be pickled, or a process that ended (ProcessEndedError).
 
-    Items are begun in their order. The function raises nothing, and its results can be pickled. The processes end with
-    the iterator, and with this process.
+    Items are begun in their order; in this process where none can be forked. The processes end with the iterator.
     """
-    todo, asked = iter(range(len(items))), dict[Connection, tuple[BaseProcess, int]]()
+    todo, workers = deque(range(len(items))), list[Worker]()
 
-    def ask(process: BaseProcess, pipe: Connection) -> None:
-        """Ask a process for the next item; end it if there is none."""
-        index = next(todo, None)
-        if index is None:
-            _end(process, pipe)
-            return
-        asked[pipe] = process, index
-        with suppress(OSError):  # it has ended, as is found out below
-            pipe.send(index)
+    def start() -> None:
+        """Fork a process for the next item, if there is one and the machine has room for a process."""
+        if todo:
+            with suppress(OSError):
+                with deferred():
+                    workers.append(Worker(function, items))
+                workers[-1].ask(todo)
 
     try:
         for _ in range(min(processes, len(items))):
-            ask(*_started(function, items))
-        while asked:
-            for pipe in wait([*asked]):
+            start()
+        while busy := {worker.pipe: worker for worker in workers if worker.index is not None}:
+            for pipe in wait([*busy]):
                 assert isinstance(pipe, Connection)
-                process, index = asked.pop(pipe)
+                worker = busy[pipe]
+                assert worker.index is not None
+                item = items[worker.index]
                 try:
-                    result = pipe.recv()
+                    result = pickle.loads(worker.pipe.recv_bytes())
                 except (EOFError, OSError):
-                    process.join(timeout=1)  # so that the exit code is its own
-                    _end(process, pipe)
-                    result = ProcessEndedError(process.exitcode)
-                    process, pipe = _started(function, items)
-                ask(process, pipe)
-                yield items[index], result
+                    workers.remove(worker)
+                    yield item, ProcessEndedError(worker.exitcode())
+                    start()
+                    continue
+                except Exception as error:  # it can't be read
+                    result = error
+                worker.ask(todo)
+                yield item, result
+        while todo:
+            item = items[todo.popleft()]
+            yield item, function(item)
     finally:
-        for pipe, (process, _) in asked.items():
-            _end(process, pipe)
+        for worker in workers:
+            worker.end()
 
 
-def _started(function: Callable, items: Sequence[Any]) -> tuple[BaseProcess, Connection]:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_answer, args=(function, items, theirs), daemon=True)
-    with warnings.catch_warnings():
-        # A thread that draws a progress bar may hold the lock of a stream, which the process leaves alone.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
-    theirs.close()
-    return process, ours
+class Worker:
+    """A process that calls the function for one item after the other."""
+
+    def __init__(self, function: Callable, items: Sequence[Any]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.index: int | None = None
+        """The item that it is at."""
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_answer, args=(function, items, theirs), daemon=True)
+        with warnings.catch_warnings():
+            # Python 3.12 warns of threads, whose locks stay locked in the process. Here one draws a progress bar, and
+            # has those of the streams, in whose place the process opens its own.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process.start()
+        theirs.close()
+
+    def ask(self, todo: deque[int]) -> None:
+        """Ask for the next item, if there is one."""
+        self.index = todo.popleft() if todo else None
+        with suppress(OSError):  # it has ended, which is found when its answer is read
+            self.pipe.send(self.index)
+
+    def exitcode(self) -> int:
+        """The exit code, after the pipe has closed."""
+        self._process.join(timeout=1)
+        self.end()
+        return self._process.exitcode or 0
+
+    def end(self) -> None:
+        """End the process, and wait until it has ended."""
+        self.pipe.close()
+        self._process.kill()
+        self._process.join()
 
 
 def _answer(function: Callable, items: Sequence[Any], pipe: Connection) -> None:
-    """A process: the function of the items whose numbers come, one after the other."""
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     end_with_parent()
     with suppress(EOFError, OSError):
-        while True:
-            pipe.send(function(items[pipe.recv()]))
+        while (index := pipe.recv()) is not None:
+            try:
+                answer = pickle.dumps(function(items[index]))
+            except MemoryError:
+                answer = pickle.dumps(MemoryError())
+            except Exception as error:
+                answer = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+            pipe.send_bytes(answer)
     os._exit(0)
-
-
-def _end(process: BaseProcess, pipe: Connection) -> None:
-    pipe.close()
-    process.kill()
-    process.join()

@@ -11,7 +11,7 @@ WORLD = 9
 """Ranks of the shared pool: enough for the Mesh paper's 3 x 3 example."""
 
 RUNS = 24
-"""After so many runs the groups that they made are destroyed. Each has a thread in each of its ranks, which wakes a
+"""After so many runs the groups of attentions are destroyed. Each has a thread in each of its ranks, which wakes a
 hundred times a second; those of a whole session would take half of two cores.
 """
 
@@ -33,10 +33,10 @@ class Ranks:
             self.close()
             self._pool, self._runs = RankPool(WORLD, timeout_s=self._timeout_s), 0
         self._runs += 1
-        if self._runs % RUNS == 0:
-            self._pool.run(_destroy_groups)
         reported: list[object] = []
         try:
+            if self._runs % RUNS == 0:
+                self._pool.run(_destroy_groups)
             return self._pool.run(function, *args, progress=reported.append)
         except RankFailure as failure:
             failure.add_note(f"the last case begun: {reported[-1] if reported else 'none'}")
