@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import signal
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -129,6 +130,26 @@ def at_most_all_cores(busy_s: float, window_s: float) -> float:
 def oom_kills() -> int:
     """How many processes the kernel has killed so far because memory ran out; 0 if it keeps no count."""
     return proc_number("vmstat", "oom_kill") or 0
+
+
+def exit_reason(code: int | None, oom_kills_before: int) -> str:
+    """How a process ended. On a shared machine "out of memory" is a guess: another may have been killed for it.
+
+    `oom_kills_before` is the value of oom_kills from before the process started.
+    """
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    killed = f"killed by {signal_name(-code)}"
+    out_of_memory = code == -signal.SIGKILL and oom_kills() > oom_kills_before
+    return f"{killed}: out of memory, by the kernel's count of such kills" if out_of_memory else killed
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal; most real-time ones have a number alone."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def proc_number(file: str, field: str) -> int | None:

@@ -8,7 +8,6 @@ import logging
 import os
 import queue
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import IO, Literal
 from msgspec import structs
 
 from sp_bench.loggers.logger import Logger
+from sp_bench.machine import signal_name
 from sp_bench.reading import Seconds, Section
 from sp_bench.resources import ROOT
 
@@ -192,5 +192,5 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 def _why(code: int) -> str | None:
     if code < 0:
-        return f"the writer process was ended by {signal.Signals(-code).name}"
+        return f"the writer process was ended by {signal_name(-code)}"
     return "the writer process failed" if code else None

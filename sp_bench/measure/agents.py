@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from sp_bench.launch import Launch, host_name, launched
-from sp_bench.machine import CPUS, Devices, oom_kills
+from sp_bench.machine import CPUS, Devices, exit_reason, oom_kills
 from sp_bench.measure.devices import group_backend, local_rank
 from sp_bench.measure.pool import (
     GRACE_S,
     RankFailure,
     RankPool,
-    exit_reason,
     forkserver,
     prepare_to_join,
     rank_process,

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sp_bench.machine import CPUS, Devices, oom_kills
+from sp_bench.machine import CPUS, Devices, exit_reason, oom_kills
 from sp_bench.measure.devices import group_backend, set_up_device
 from sp_bench.measure.thread_dump import ThreadDump, dump, dumping
 from sp_bench.run.home import Home, move_to
@@ -340,15 +340,3 @@ def _picklable(error: Exception) -> Exception | None:
         return pickle.loads(pickle.dumps(error))
     except Exception:
         return None
-
-
-def exit_reason(code: int | None, oom_kills_before: int) -> str:
-    """How a rank ended. On a shared machine "out of memory" is a guess: another process may have been killed for it.
-
-    `oom_kills_before` is the value of machine.oom_kills from before the rank started.
-    """
-    if code is None or code >= 0:
-        return f"exit code {code}"
-    killed = f"killed by {signal.Signals(-code).name}"
-    out_of_memory = code == -signal.SIGKILL and oom_kills() > oom_kills_before
-    return f"{killed}: out of memory, by the kernel's count of such kills" if out_of_memory else killed

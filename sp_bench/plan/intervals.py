@@ -106,15 +106,13 @@ def _stretches_of(
 
 def keys_below(keys: Sequence[Runs], positions: np.ndarray) -> np.ndarray:
     """Runs.below of the runs of several chunks without a common key: (chunks, positions), in the narrowest integers."""
-    if _one_by_one(keys):
-        return np.stack([kv.below(positions) for kv in keys])
     below, of = distinct_below(keys, positions)
     return below.take(of, axis=0).T
 
 
 def distinct_below(keys: Sequence[Runs], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`keys_below` with one row for positions that are the same: (the rows, (rows, chunks); each position's row)."""
-    if _one_by_one(keys):
+    if len(keys) < MANY or any(kv.step > 1 for kv in keys):
         return np.stack([kv.below(positions) for kv in keys], axis=1), np.arange(positions.size)
     owner, start, stop = by_position(keys)
     at, of = _distinct(positions)
@@ -128,11 +126,6 @@ def distinct_below(keys: Sequence[Runs], positions: np.ndarray) -> tuple[np.ndar
     after_a_run = np.flatnonzero(last >= 0)
     below[after_a_run, owner[last[after_a_run]]] -= np.maximum(stop[last[after_a_run]] - at[after_a_run], 0)
     return below, of
-
-
-def _one_by_one(keys: Sequence[Runs]) -> bool:
-    """Whether the keys of each chunk are counted by themselves."""
-    return len(keys) < MANY or any(kv.step > 1 for kv in keys)
 
 
 def _of_stretches(

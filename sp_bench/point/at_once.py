@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import warnings
 from collections import deque
@@ -14,7 +13,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from sp_bench.machine import cores_here, free_bytes
+from sp_bench.machine import cores_here, exit_reason, free_bytes, oom_kills
 from sp_bench.termination import deferred, end_with_parent
 
 Item = TypeVar("Item")
@@ -37,14 +36,10 @@ def processes_here() -> int:
 class ProcessEndedError(Exception):
     """A process ended before it answered."""
 
-    def __init__(self, exitcode: int) -> None:
+    def __init__(self, exitcode: int, oom_kills_before: int) -> None:
         self.signal = -exitcode if exitcode < 0 else None
-        how = f"ended with exit code {exitcode}"
-        if self.signal:
-            names = {each.value: each.name for each in signal.Signals}
-            how = f"was killed by {names.get(self.signal, f'signal {self.signal}')}"
-        why = ", perhaps for want of memory" if self.signal == signal.SIGKILL else ""
-        super().__init__(f"the process that simulated the point {how}{why}")
+        how = "was" if self.signal else "ended with"
+        super().__init__(f"the process that simulated the point {how} {exit_reason(exitcode, oom_kills_before)}")
 
 
 def forked(
@@ -78,7 +73,7 @@ def forked(
                     result = pickle.loads(worker.pipe.recv_bytes())
                 except (EOFError, OSError):
                     workers.remove(worker)
-                    yield item, ProcessEndedError(worker.exitcode())
+                    yield item, worker.ending()
                     start()
                     continue
                 except Exception as error:  # it can't be read
@@ -100,6 +95,7 @@ class Worker:
         context = multiprocessing.get_context("fork")
         self.index: int | None = None
         """The item that it is at."""
+        self._oom_kills = oom_kills()
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=_answer, args=(function, items, theirs), daemon=True)
         with warnings.catch_warnings():
@@ -115,11 +111,11 @@ class Worker:
         with suppress(OSError):  # it has ended, which is found when its answer is read
             self.pipe.send(self.index)
 
-    def exitcode(self) -> int:
-        """The exit code, after the pipe has closed."""
+    def ending(self) -> ProcessEndedError:
+        """How the process has ended, after its pipe has closed."""
         self._process.join(timeout=1)
         self.end()
-        return self._process.exitcode or 0
+        return ProcessEndedError(self._process.exitcode or 0, self._oom_kills)
 
     def end(self) -> None:
         """End the process, and wait until it has ended."""

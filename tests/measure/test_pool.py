@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from sp_bench import machine
 from sp_bench.errors import RequestError
 from sp_bench.machine import oom_kills
 from sp_bench.measure import pool as pools
@@ -149,7 +150,8 @@ def test_kills_for_memory_are_counted_by_the_kernel() -> None:
 
 def test_a_rank_that_the_kernel_kills_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     kills = itertools.count()
-    monkeypatch.setattr(pools, "oom_kills", lambda: next(kills))
+    for module in (pools, machine):
+        monkeypatch.setattr(module, "oom_kills", lambda: next(kills))
     failure = failure_of("kill", "barrier")
     why = "killed by SIGKILL: out of memory, by the kernel's count of such kills"
     assert (failure.rank, str(failure)) == (jobs.BAD, f"rank {jobs.BAD}: died: {why}")

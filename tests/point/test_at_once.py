@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sp_bench.machine import oom_kills
 from sp_bench.plan.problem import Problem
 from sp_bench.point import run_points
 from sp_bench.point.at_once import ProcessEndedError, Worker, forked, processes_here
@@ -69,12 +70,12 @@ def test_what_goes_wrong_is_the_item_s_error() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, 40])
 def test_a_signal_is_named(number: int) -> None:
     named = {signal.SIGTERM: "SIGTERM", 40: "signal 40"}[number]
-    assert str(ProcessEndedError(-number)) == f"the process that simulated the point was killed by {named}"
+    assert str(ProcessEndedError(-number, oom_kills())) == f"the process that simulated the point was killed by {named}"
 
 
 @pytest.mark.parametrize("at_first", [0, 2])
 def test_where_no_process_can_be_forked_all_items_have_results(monkeypatch: pytest.MonkeyPatch, at_first: int) -> None:
-    """Of two, both are killed, and no other can be had; or there is none from the beginning."""
+    """None can be forked from the beginning, or none in place of two that are killed."""
     left = iter(range(at_first))
 
     class Rare(Worker):
@@ -125,8 +126,7 @@ def test_no_more_processes_than_memory_holds_points(monkeypatch: pytest.MonkeyPa
 
 
 def test_records_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One fails and one's process is killed; of the others all files are the same."""
-
+    """Beside a point that fails and one whose process is killed all others have the same files."""
     here = os.getpid()
 
     def check(plans: object, problem: Problem) -> None:
