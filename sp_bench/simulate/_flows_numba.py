@@ -31,6 +31,8 @@ Flags = NDArray[np.bool_] | list[bool]
 
 SAME_LEVEL = 1e-14
 """A level that would change by less than this, relative to it, stays as it is: that is rounding."""
+FINITE = 1e300
+"""Stands for inf where that times 0 must be 0."""
 
 
 def has_numba() -> bool:
@@ -51,7 +53,7 @@ def compiled_run() -> Callable[..., bool]:
     # Nothing is allocated: without numba's runtime (_nrt) no references to arrays are counted, which takes as long.
     without: dict[str, Any] = {"_nrt": False}
     for function in _CALLED_BY_RUN:
-        register_jitable(forceinline=True, **without)(function)
+        register_jitable(forceinline=function not in _LOOPS, **without)(function)
     return numba.njit(cache=True, **without)(run)
 
 
@@ -104,6 +106,8 @@ class Links(NamedTuple):
     is_misheld: Flags
     misheld: Ints
     """A list of the links that hold a flow they shouldn't, or don't hold one they should."""
+    beside: Ints
+    """A list of links that share flows with one whose level changes."""
     clock_bytes: Floats
     """Bytes moved at `read_s` by a flow that is held ever since the link last held none."""
     read_s: Floats
@@ -118,8 +122,8 @@ class Seats(NamedTuple):
     load: Floats
     others: Ints
     """The other links of the flow's path, `width` for each seat."""
-    is_held: Flags
-    """Whether the link holds the flow."""
+    is_held: Floats
+    """1 where the link holds the flow, else 0."""
     of_hop: Ints
     width: Ints
 
@@ -214,7 +218,7 @@ def _join(g: Graph, links: Links, seats: Seats, dirty: Heaps, flow: int) -> bool
         seats.hop[seat] = hop
         seats.of_hop[hop] = seat
         seats.load[seat] = g.hop_load[hop] if len(g.hop_load) > 0 else 1.0
-        seats.is_held[seat] = False
+        seats.is_held[seat] = 0.0
         i = seat * width
         for other in range(g.path_start[flow], g.path_start[flow + 1]):
             if other != hop:
@@ -272,7 +276,7 @@ def _fill(
         links.is_misheld[link] = False
         for seat in range(g.link_seat_start[link], g.link_seat_start[link] + links.taken[link]):
             rate = _rate_elsewhere(links, seats, seat)
-            if seats.is_held[seat] == (rate < links.level[link]):
+            if (seats.is_held[seat] > 0.0) == (rate < links.level[link]):
                 _hold(g, tasks, links, seats, events, held, g.hop_task[seats.hop[seat]], now)
     for i in range(n_changed):
         _schedule(g, links, events, held, links.changed[i])
@@ -304,10 +308,10 @@ def _settle(g: Graph, links: Links, seats: Seats, dirty: Heaps) -> tuple[int, in
             links.changed[n_changed] = link
             n_changed += 1
         first = g.link_seat_start[link]
-        for i in range(first * width, (first + links.taken[link]) * width):
-            other = seats.others[i]
-            if links.clean_level[other] > lower:
-                _mark_dirty(links, dirty, other)
+        last = first + links.taken[link]
+        n_beside = _above(links.clean_level, seats.others, first * width, last * width, lower, links.beside)
+        for i in range(n_beside):
+            _mark_dirty(links, dirty, links.beside[i])
     return n_changed, n_misheld
 
 
@@ -327,16 +331,9 @@ def _level(g: Graph, links: Links, seats: Seats, link: int) -> tuple[float, bool
     guess, is_below = links.level[link], False
     first, last = g.link_seat_start[link], g.link_seat_start[link] + links.taken[link]
     while first < last:
-        taken_bytes_per_s, rising_load, highest, lowest, wrong = 0.0, 0.0, 0.0, np.inf, 0
-        for seat in range(first, last):
-            rate, load = _rate_elsewhere(links, seats, seat), seats.load[seat]
-            # Without branches, which a processor can't predict here.
-            is_elsewhere = rate < guess
-            taken_bytes_per_s += load * rate if is_elsewhere else 0.0
-            rising_load += 0.0 if is_elsewhere else load
-            highest = max(highest, rate if is_elsewhere else 0.0)
-            lowest = min(lowest, np.inf if is_elsewhere else rate)
-            wrong += is_elsewhere == seats.is_held[seat]
+        taken_bytes_per_s, rising_load, highest, lowest, wrong = _used(
+            links.level, seats.others, seats.load, seats.is_held, first, last, seats.width[0], guess
+        )
         spare = g.link_bytes_per_s[link] - taken_bytes_per_s
         if rising_load == 0.0:
             if spare >= -SAME_LEVEL * g.link_bytes_per_s[link]:
@@ -352,6 +349,41 @@ def _level(g: Graph, links: Links, seats: Seats, link: int) -> tuple[float, bool
             return guess, True
         guess, is_below = max(level, 0.0), True
     return np.inf, False
+
+
+def _used(
+    level: Floats, others: Ints, loads: Floats, is_held: Floats, first: int, last: int, width: int, guess: float
+) -> tuple[float, float, float, float, float]:
+    """What the flows of some seats take of their link if its level is `guess`.
+
+    Returns (bytes/s of those that other links hold to less, the load of the rest, the highest rate of the former, the
+    lowest that others leave the latter, how many are misheld). Seats are counted unsigned: numba then skips its check
+    for negative indices.
+    """
+    taken_bytes_per_s, rising_load, highest, lowest, right = 0.0, 0.0, 0.0, np.inf, 0.0
+    most, place = min(guess, FINITE), first * width
+    for seat in range(np.uint64(first), np.uint64(last)):
+        rate = min(level[others[place]], FINITE)
+        for i in range(place + 1, place + width):
+            rate = min(rate, level[others[i]])
+        place += width
+        # 1 if rate < guess, else 0. A branch, which a processor can't predict here, takes several times as long.
+        is_elsewhere = min(max((most - rate) * FINITE, 0.0), 1.0)
+        taken_bytes_per_s += loads[seat] * (rate * is_elsewhere)
+        rising_load += loads[seat] * (1.0 - is_elsewhere)
+        highest = max(highest, rate * is_elsewhere)
+        lowest = min(lowest, rate + FINITE * is_elsewhere)
+        right += (is_elsewhere - is_held[seat]) ** 2
+    return taken_bytes_per_s, rising_load, highest, lowest, last - first - right
+
+
+def _above(clean_level: Floats, others: Ints, first: int, last: int, lower: float, found: Ints) -> int:
+    """Put those of the other links whose level is above `lower` into `found`. Returns how many they are."""
+    n_found = 0
+    for i in range(np.uint64(first), np.uint64(last)):
+        found[n_found] = others[i]
+        n_found += clean_level[others[i]] > lower
+    return n_found
 
 
 def _rate_elsewhere(links: Links, seats: Seats, seat: int) -> float:
@@ -387,7 +419,7 @@ def _hold(
         _remove(held, before, flow)
         _schedule(g, links, events, held, before)
     for hop in range(g.path_start[flow], g.path_start[flow + 1]):
-        seats.is_held[seats.of_hop[hop]] = hop == lowest
+        seats.is_held[seats.of_hop[hop]] = 1.0 if hop == lowest else 0.0
     holder = g.path_links[lowest]
     tasks.holder[flow] = holder
     _read_clock(links, holder, now)
@@ -469,4 +501,8 @@ _CALLED_BY_RUN = (
     _set_key,
     _remove,
     _sift,
+    _used,
+    _above,
 )
+_LOOPS = (_used, _above)
+"""Functions that are given the arrays they need, which processors run faster without all the others about."""

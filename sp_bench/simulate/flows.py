@@ -269,6 +269,7 @@ def _kernel_arguments(graph: TaskGraph, least_s: float, most_s: float, at_once: 
         changed=np.zeros(links, np.int64),
         is_misheld=np.zeros(links, np.bool_),
         misheld=np.zeros(links, np.int64),
+        beside=np.zeros(width * int(np.diff(link_seat_start).max(initial=0)) + 1, np.int64),
         clock_bytes=np.zeros(links),
         read_s=np.zeros(links),
         pace=level.copy(),
@@ -277,7 +278,7 @@ def _kernel_arguments(graph: TaskGraph, least_s: float, most_s: float, at_once: 
         hop=np.zeros(seats_of_all, np.int32),
         load=np.zeros(seats_of_all),
         others=np.zeros(seats_of_all * width, np.uint32),  # unsigned: numba skips its check for negative indices
-        is_held=np.zeros(seats_of_all, np.bool_),
+        is_held=np.zeros(seats_of_all),
         of_hop=np.zeros(hops, np.int32),
         width=np.array([width]),
     )
