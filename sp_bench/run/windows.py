@@ -23,6 +23,10 @@ from sp_bench.run.partials import Rows, Sum, Sums, Tensors, tokens_of
 
 Take = Callable[[Holdings, Tensors], Tensors]
 """Takes rows out of the tensors of a chunk."""
+AddGradients = Callable[[int, Tensors], None]
+"""Adds (dk, dv) of some key rows, by their number."""
+Backward = Callable[..., None]
+"""Computes and adds gradients, given an execution; (k, v) if they are no chunk's, what adds (dk, dv), and its sums."""
 
 
 class Window(NamedTuple):
@@ -157,7 +161,7 @@ class Windows:
         kv: Chunk | None = None,
         dkv: Chunk | None = None,
         queries: Queries | None = None,
-    ) -> tuple[Callable[..., None], list[Rows]]:
+    ) -> tuple[Backward, list[Rows]]:
         """A function that computes and adds dQ of windows, and the key rows of the gradients that it has. It is given
         the execution alone if keys and their gradients are the chunks `kv` and `dkv`, else also keys and values, and
         what adds one of these gradients, (dk, dv), by number.
@@ -169,13 +173,26 @@ class Windows:
             (number, *self._sides(q_chunk, dq_chunk, w.q, queries), take_kv, self._gradients_of(kernel, w))
             for number, (w, take_kv) in enumerate(zip(windows, takes, strict=True))
         ]
+        if not (together and latents):
+            return self._each_backward(bound, q_chunk, queries, kv, into_keys), of_keys
+        of_made = self._each_backward(bound, q_chunk, queries, None, into_keys, made=True)
+        return _by_latents(of_made, together, latents, kv, into_keys), of_keys
+
+    def _each_backward(
+        self,
+        bound: Sequence[tuple[int, Take | None, Sum, Take | None, Gradients]],
+        q_chunk: Chunk,
+        queries: Queries | None,
+        kv: Chunk | None,
+        into_keys: Sequence[Sum],
+        *,
+        made: bool = False,
+    ) -> Backward:
+        """A function that computes and adds the gradients of all calls. `made`: keys are, of latents."""
         timed = self._timed
 
-        def backward(
-            run: Execution,
-            of_kv: Tensors = (),
-            add: Callable[[int, Tensors], None] | None = None,
-            sums: Tensors = (),
+        def each_backward(
+            run: Execution, of_kv: Tensors = (), add: AddGradients | None = None, sums: Tensors = ()
         ) -> None:
             held = run.holdings
             if kv is not None:
@@ -183,13 +200,6 @@ class Windows:
                     run.lap(WAITS)
                 of_kv = held.chunks[kv]
             of_q = held.chunks[q_chunk] if queries is None else queries.make(held)
-            c_and_none, of_made = of_kv, ()
-            if together and latents:
-                c_and_none = latents(held, of_kv)
-                run.lap(REST)
-                of_kv = together.made(c_and_none[0])
-                of_made = together.sums(of_kv)
-                run.lap(KERNELS)
             for number, take_q, into, take_kv, compute in bound:
                 q, out, dout, lse = take_q(held, of_q) if take_q else of_q
                 k, v = take_kv(held, of_kv) if take_kv else of_kv
@@ -199,26 +209,16 @@ class Windows:
                 if timed:
                     run.lap(KERNELS)
                 if run.live is not None:
-                    run.see(*of_q, *of_kv, *sums, *of_made, *((k, v) if together else ()), dq, dk, dv)
-                if together:
-                    held.partials.add_gradients(into, (dq,))
-                    together.add(of_made, number, (dk, dv))
-                elif add is None:
+                    run.see(*of_q, *of_kv, *sums, *((k, v) if made else ()), dq, dk, dv)
+                if add is None:
                     held.partials.add_block_gradients(dq, into, (dk, dv), into_keys[number])
                 else:
                     held.partials.add_gradients(into, (dq,))
                     add(number, (dk, dv))
                 if timed:
                     run.lap(FOLDS)
-            if together:
-                c, none = c_and_none
-                dc = together.gradients(c, of_made)
-                run.lap(KERNELS)
-                run.see(c, *of_kv, *sums, *of_made, dc)
-                (add or partial(_add, run, into_keys))(0, (dc, none))
-                run.lap(FOLDS)
 
-        return backward, of_keys
+        return each_backward
 
     def _gradients_of(self, kernel: BlockKernel | Expanding, window: Window) -> Gradients:
         kind = window.kind
@@ -254,6 +254,31 @@ class Windows:
             return known[run]
 
         return take_once
+
+
+def _by_latents(
+    of_made: Backward, together: Together, latents: Take, kv: Chunk | None, into_keys: Sequence[Sum]
+) -> Backward:
+    """A function that makes keys of latents, computes their gradients, and adds those of the latents."""
+
+    def by_latents(run: Execution, of_kv: Tensors = (), add: AddGradients | None = None, sums: Tensors = ()) -> None:
+        held = run.holdings
+        if kv is not None:
+            run.lap(WAITS)
+            of_kv = held.chunks[kv]
+        c, none = latents(held, of_kv)
+        run.lap(REST)
+        made = together.made(c)
+        into = together.sums(made)
+        run.lap(KERNELS)
+        of_made(run, made, partial(together.add, into), (*sums, *into))
+        dc = together.gradients(c, into)
+        run.lap(KERNELS)
+        run.see(c, *made, *sums, *into, dc)
+        (add or partial(_add, run, into_keys))(0, (dc, none))
+        run.lap(FOLDS)
+
+    return by_latents
 
 
 def _nothing_made(held: Holdings) -> Tensors:
