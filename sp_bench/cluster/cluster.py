@@ -145,7 +145,7 @@ class Cluster:
 
     def nodes(self, gpus: int) -> int:
         """How many nodes `gpus` ranks occupy."""
-        return int(np.unique(self.node_of(gpus)).size)
+        return len({*self.node_of(gpus).tolist()})
 
     def shared_cores(self, ranks: int) -> int | None:
         """How many cores ranks and transfers share; None if each rank has a device or a core to itself."""

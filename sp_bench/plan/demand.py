@@ -204,7 +204,7 @@ def _program(plan: Plan) -> Program:
 def _move(n: int, group: Group | Exchange, shift: int) -> Move:
     ranks = np.arange(n)
     away = group.member(ranks, shift) - ranks
-    return tuple((int(by), _bits(away == by)) for by in np.unique(away))
+    return tuple((by, _bits(away == by)) for by in (np.flatnonzero(np.bincount(away + n)) - n).tolist())
 
 
 def _bits(there: np.ndarray) -> Ranks:

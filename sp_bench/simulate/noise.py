@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import numpy as np
 
@@ -11,8 +12,12 @@ class Noise:
     """Factors around 1 with that relative standard deviation."""
 
     def __init__(self, jitter: float, seed: int) -> None:
-        self.variance = math.log(1 + jitter**2)
-        self.generator = np.random.default_rng(seed)
+        self.variance, self._seed = math.log(1 + jitter**2), seed
+
+    @cached_property
+    def generator(self) -> np.random.Generator:
+        """What draws it, made when it is first asked for: numpy.random is loaded for it."""
+        return np.random.default_rng(self._seed)
 
     def __call__(self, size: int) -> np.ndarray | float:
         return log_normal(self.generator, self.variance, size) if self.variance else 1.0

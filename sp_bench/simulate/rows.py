@@ -201,7 +201,7 @@ class Rows:
         numbers += self.n * rows[:, None].astype(np.int32)
         counts = np.array([len(deps) for deps in self.deps])
         first, predecessors = np.cumsum(counts) - counts, np.empty(numbers.size, np.int32)
-        for count in np.unique(counts[counts > 0]).tolist():  # from (count, n) of each row to (n, count)
+        for count in sorted({*counts.tolist()} - {0}):  # from (count, n) of each row to (n, count)
             some = first[counts == count]
             by_rank = numbers[some[:, None] + np.arange(count)].transpose(0, 2, 1)
             predecessors.reshape(-1, self.n)[some[:, None] + np.arange(count)] = by_rank.reshape(-1, count, self.n)

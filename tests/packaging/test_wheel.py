@@ -96,6 +96,11 @@ POINT = "from sp_bench.__main__ import main; assert main(['method=mesh', 'gpus=1
 DESCRIPTION = "from sp_bench.describe import main; assert main(['method=mesh', 'gpus=9']) == 0"
 
 
+IN_THIS_PROCESS = POINT.replace("'gpus=16'", "'gpus=16', 'baseline=null'")
+SELDOM = {"numba", "numpy.ma", "numpy.random"}
+"""What few points need, and tenths of a second of start-up."""
+
+
 @pytest.mark.parametrize("code", [POINT, DESCRIPTION])
 def test_simulating_imports_nothing_heavy_where_it_is_installed(code: str, tmp_path: Path) -> None:
     code += f"\nimport sys; print(*({HEAVY!r} & sys.modules.keys()), file=sys.stderr)"
@@ -103,3 +108,10 @@ def test_simulating_imports_nothing_heavy_where_it_is_installed(code: str, tmp_p
     here = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=here, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "\n\n")
+
+
+def test_a_small_point_imports_nothing_that_few_points_need(tmp_path: Path) -> None:
+    code = IN_THIS_PROCESS + f"\nimport sys; print(*({SELDOM!r} & sys.modules.keys()), file=sys.stderr)"
+    here = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=here, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "\n")

@@ -16,7 +16,7 @@ from sp_bench.plan.method import PHASES
 from tests.run import jobs
 from tests.run.matrix import TRADES, assert_exact, everything
 from tests.support.attention_cases import DTYPES, Case
-from tests.support.marks import exhaustive
+from tests.support.marks import exhaustive, long
 from tests.support.packs import packs
 from tests.support.ranks import Ranks
 
@@ -36,12 +36,12 @@ def cases_of(n: int, turn: int, pack: Packed | None = None) -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, exhaustive(6), exhaustive(8)])
+@pytest.mark.parametrize("n", [1, 2, 3, long(4), exhaustive(6), exhaustive(8)])
 def test_whole_sequences(ranks: Ranks, n: int) -> None:
     assert_exact(ranks, [case for turn in range(3) for case in cases_of(n, turn)])
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pack=packs(cached=True), n=st.sampled_from([2, 3, 4, 5, 6, 8]), turn=st.integers(0, 5))
 def test_any_pack(ranks: Ranks, pack: Packed, n: int, turn: int) -> None:
     assert_exact(ranks, cases_of(n, turn, pack)[turn % 4 :: 4])
@@ -65,7 +65,7 @@ def test_chunks_and_sub_groups_of_any_size(ranks: Ranks, chunk: int) -> None:
     assert_exact(ranks, cases)
 
 
-@pytest.mark.parametrize("n", [4, exhaustive(5), exhaustive(8)])
+@pytest.mark.parametrize("n", [long(4), exhaustive(5), exhaustive(8)])
 def test_memory_is_what_the_rank_with_most_of_it_holds(ranks: Ranks, n: int) -> None:
     """With rows in order, sums of their gradients and results of kernels; buffers are as large on all ranks."""
     every = [

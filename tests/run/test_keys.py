@@ -13,7 +13,7 @@ from sp_bench.methods import REGISTRY
 from sp_bench.plan.documents import Documents
 from tests.run.matrix import DTYPES, assert_exact, everything
 from tests.support.attention_cases import Case, of_each_method, of_one_batch_entry
-from tests.support.marks import exhaustive
+from tests.support.marks import exhaustive, long
 from tests.support.ranks import Ranks
 
 
@@ -43,7 +43,7 @@ def test_each_method(ranks: Ranks) -> None:
     assert_exact(ranks, of_each_method(with_other_keys(everything(4)), 6))
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, *map(exhaustive, (4, 6, 8))])
+@pytest.mark.parametrize("n", [1, long(2), 3, *map(exhaustive, (4, 6, 8))])
 def test_every_variant(ranks: Ranks, n: int) -> None:
     cases = with_other_keys(everything(n))
     assert_exact(ranks, cases if n != 3 else of_each_method(cases, 8, turn=1))

@@ -17,6 +17,11 @@ def exhaustive(*case: object) -> Any:
     return pytest.param(*case, marks=pytest.mark.exhaustive)
 
 
+def long(*case: object) -> Any:
+    """A case that takes long and is the only one of something, which `make test` leaves out."""
+    return pytest.param(*case, marks=pytest.mark.long)
+
+
 def exhaustive_from(n: int) -> list[Any]:
     """SIZES, of which `make test` leaves out those from n on."""
     return [exhaustive(size) if size >= n else size for size in SIZES]
