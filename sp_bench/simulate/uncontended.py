@@ -10,7 +10,7 @@ when follows from the flows that a flow meets, and is the same as if all rows we
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -64,7 +64,7 @@ class _Rows:
         first of rows that meet has it for all of them."""
         self._first_of = dict[int, int]()
         """By the last of rows that meet, the first of them."""
-        self._place = np.zeros(links, np.int64)
+        self._some = _Crossing.of(graph, width, 0)
 
     def meeting(self) -> list[_Together] | None:
         """Work out all rows as if no flow slowed another down. Returns the rows whose flows meet then, in order; None
@@ -110,6 +110,9 @@ class _Rows:
         link; None if they meet none.
         """
         graph, n, tasks = self._graph, self._width, self._tasks(row, row)
+        if not self._some.first <= row < self._some.after:
+            self._some = _Crossing.of(graph, n, row)
+        some, here = self._some, row - self._some.first
         self._before.append(None)
         start_s, (first, last) = self.timing.start_s[tasks], self._deps[row : row + 2]
         start_s[:] = 0.0
@@ -118,37 +121,36 @@ class _Rows:
                 np.maximum(start_s, self.timing.finish_s[each], out=start_s)
         finish_s = self.timing.finish_s[tasks]
         np.add(start_s, graph.delay_s[tasks], out=finish_s)
-        if not graph.flow_bytes[tasks].any():
+        if not some.has_flows[here]:
             return None
-        links, task, rates = self._crossed(tasks)
+        hops = slice(*some.hops[here : here + 2])
+        links, task = some.links[hops], some.task[hops]
         joined_s = finish_s[task]
-        finish_s += graph.flow_bytes[tasks] / rates
-        return self._meets(row, links, joined_s, finish_s[task])
+        finish_s += some.sending_s[here]
+        return self._meets(row, links, joined_s, finish_s[task], alone=some.alone[here])
 
     def _tasks(self, first: int, last: int) -> slice:
         """The tasks of some rows."""
         return slice(first * self._width, (last + 1) * self._width)
 
-    def _crossed(self, tasks: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(link of each hop, the task that takes it, counted from the first of these, bytes/s of each task alone)."""
-        graph, starts = self._graph, self._graph.path_start[tasks.start : tasks.stop + 1]
-        hops, rates = slice(starts[0], starts[-1]), graph.rate_cap[tasks].copy()
-        links, task = graph.path_links[hops], np.repeat(np.arange(rates.size), np.diff(starts))
-        np.minimum.at(rates, task, graph.link_bytes_per_s[links] / graph.path_loads[hops])
-        return links, task, rates
+    def _meets(
+        self, row: int, links: np.ndarray, joined_s: np.ndarray, left_s: np.ndarray, *, alone: bool
+    ) -> int | None:
+        """The first row whose flows those of a row meet, itself among them, given the link and times of each hop.
 
-    def _meets(self, row: int, links: np.ndarray, joined_s: np.ndarray, left_s: np.ndarray) -> int | None:
-        """The first row whose flows those of a row meet, itself among them, given the link and times of each hop."""
-        hops, before_s = np.arange(links.size), self._left_s[links]
-        self._place[links] = hops
-        first = row if np.any(self._place[links] != hops) else None  # two of its own are on one link
+        `alone`: no two of its own are on one link.
+        """
+        before_s = self._left_s[links]
         meets = joined_s < before_s * (1 - SAME_INSTANT)
-        self._before[row] = links, before_s
+        self._before[row], first = (links, before_s), None if alone else row
         if meets.any():
             first, there_s = self._first_after(links[meets], joined_s[meets])
             self._before[first:] = [(slice(None), there_s), *[None] * (row - first)]
             self._first_of[row] = first
-        np.maximum.at(self._left_s, links, left_s)
+        if alone:
+            self._left_s[links] = np.maximum(before_s, left_s)
+        else:
+            np.maximum.at(self._left_s, links, left_s)
         return first
 
     def _first_after(self, links: np.ndarray, joined_s: np.ndarray) -> tuple[int, np.ndarray]:
@@ -178,7 +180,7 @@ class _Rows:
             if before := self._before[row]:
                 self._left_s[before[0]] = before[1]
             self._before[row] = None
-        links, task, _ = self._crossed(tasks)
+        links, task = _hops(self._graph, tasks)
         self._before[rows.first] = links, self._left_s[links]
         self._first_of[rows.last] = rows.first
         np.maximum.at(self._left_s, links, timing.finish_s[tasks][task])
@@ -214,3 +216,63 @@ class _Rows:
             weight=np.concatenate([graph.weight[tasks], more]),
         )
         return rows_graph, given_s
+
+
+@dataclass(frozen=True)
+class _Crossing:
+    """What the flows of some rows cross, known before any time is."""
+
+    first: int
+    after: int
+    """The rows: first <= row < after."""
+    has_flows: list[bool]
+    alone: list[bool]
+    """Of each row: no two flows cross one link."""
+    sending_s: np.ndarray
+    """(rows, width) What its bytes take a task alone, at the rate of its slowest link."""
+    hops: list[int]
+    """Where each row's hops begin; the last entry is their end."""
+    links: np.ndarray
+    """(hops,) The link of each hop."""
+    task: np.ndarray
+    """(hops,) The place in its row of the task that takes it."""
+
+    @classmethod
+    def of(cls, graph: TaskGraph, width: int, first: int) -> _Crossing:
+        """That of the rows from the first on, as many as there are and have AT_ONCE tasks together."""
+        after = min(first + max(AT_ONCE // width, 1), graph.delay_s.size // width)
+        tasks, rows = slice(first * width, after * width), after - first
+        links, task = _hops(graph, tasks)
+        rates, sent = graph.rate_cap[tasks].copy(), graph.flow_bytes[tasks]
+        np.minimum.at(rates, task, graph.link_bytes_per_s[links] / graph.path_loads[_hops_of(graph, tasks)])
+        row, hops = task // width, np.arange(links.size)
+        # Of flows of a row on one link, all but the last find another there.
+        there = row * graph.link_bytes_per_s.size + links
+        place = np.empty(rows * graph.link_bytes_per_s.size, np.int32)
+        place[there] = hops
+        shared = np.bincount(row[place[there] != hops], minlength=rows)
+        starts = graph.path_start[first * width : after * width + 1 : width]
+        return cls(
+            first,
+            after,
+            np.logical_or.reduce((sent > 0).reshape(rows, width), axis=1).tolist(),
+            np.equal(shared, 0).tolist(),
+            (sent / rates).reshape(rows, width),
+            (starts - starts[0]).tolist(),
+            links,
+            task - row * width,
+        )
+
+
+AT_ONCE = 4096
+"""So many tasks, of whole rows, are looked at together before their times are found."""
+
+
+def _hops_of(graph: TaskGraph, tasks: slice) -> slice:
+    return slice(graph.path_start[tasks.start], graph.path_start[tasks.stop])
+
+
+def _hops(graph: TaskGraph, tasks: slice) -> tuple[np.ndarray, np.ndarray]:
+    """(the link of each hop of some tasks, the task that takes it, counted from the first of these)."""
+    starts = graph.path_start[tasks.start : tasks.stop + 1]
+    return graph.path_links[_hops_of(graph, tasks)], np.repeat(np.arange(starts.size - 1), np.diff(starts))
