@@ -354,7 +354,7 @@ def _level(g: Graph, links: Links, seats: Seats, link: int) -> tuple[float, bool
 def _used(
     level: Floats, others: Ints, loads: Floats, is_held: Floats, first: int, last: int, width: int, guess: float
 ) -> tuple[float, float, float, float, float]:
-    """What the flows of some seats take of their link if its level is `guess`.
+    """Sum up the rates of the flows in some seats if the level of their link is `guess`.
 
     Returns (bytes/s of those that other links hold to less, the load of the rest, the highest rate of the former, the
     lowest that others leave the latter, how many are misheld). Seats are counted unsigned: numba then skips its check

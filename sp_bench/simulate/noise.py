@@ -16,7 +16,7 @@ class Noise:
 
     @cached_property
     def generator(self) -> np.random.Generator:
-        """What draws it, made when it is first asked for: numpy.random is loaded for it."""
+        """The generator, made when it is first asked for: numpy.random is loaded for it."""
         return np.random.default_rng(self._seed)
 
     def __call__(self, size: int) -> np.ndarray | float:

@@ -220,18 +220,18 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Crossing:
-    """What the flows of some rows cross, known before any time is."""
+    """The links that flows of some rows cross, known before any time is."""
 
     first: int
     after: int
     """The rows: first <= row < after."""
     has_flows: list[bool]
     alone: list[bool]
-    """Of each row: no two flows cross one link."""
+    """True for rows no two of whose flows cross one link."""
     sending_s: np.ndarray
-    """(rows, width) What its bytes take a task alone, at the rate of its slowest link."""
+    """(rows, width) Seconds that its bytes take a task alone, at the rate of its slowest link."""
     hops: list[int]
-    """Where each row's hops begin; the last entry is their end."""
+    """The first hop of each row; the last entry is the end of all."""
     links: np.ndarray
     """(hops,) The link of each hop."""
     task: np.ndarray
@@ -239,7 +239,7 @@ class _Crossing:
 
     @classmethod
     def of(cls, graph: TaskGraph, width: int, first: int) -> _Crossing:
-        """That of the rows from the first on, as many as there are and have AT_ONCE tasks together."""
+        """Those of the rows from the first on, as many as there are and have AT_ONCE tasks together."""
         after = min(first + max(AT_ONCE // width, 1), graph.delay_s.size // width)
         tasks, rows = slice(first * width, after * width), after - first
         links, task = _hops(graph, tasks)
