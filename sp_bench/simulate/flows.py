@@ -175,6 +175,24 @@ def _run(
     return (arguments[1], arguments[4]) if is_solved else None
 
 
+def prepare() -> None:
+    """Compile the solver, which takes about ten seconds once: numba keeps it on the disk for all later processes."""
+    one, none = np.ones(1), np.zeros(0, np.int32)
+    graph = TaskGraph(
+        delay_s=0 * one,
+        flow_bytes=one,
+        path_start=np.array([0, 1]),
+        path_links=np.array([0]),
+        path_loads=one,
+        dep_start=np.array([0, 0]),
+        dep_tasks=none,
+        rate_cap=math.inf * one,
+        weight=one,
+        link_bytes_per_s=one,
+    )
+    solve(graph, "numba")
+
+
 def is_compiled() -> bool:
     """Whether this process has compiled or loaded the solver, which takes longer than many a graph in plain Python."""
     return kernel.compiled_run.cache_info().currsize > 0

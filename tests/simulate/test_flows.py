@@ -150,6 +150,16 @@ def test_the_compiled_solver_counts_no_references() -> None:
     assert b"NRT_incref" not in compiled
 
 
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
+def test_what_is_compiled_once_serves_every_graph() -> None:
+    flows.prepare()
+    (only,) = kernel.compiled_run().signatures  # type: ignore[attr-defined]
+    tasks = [Task(0.5, 1.0, (0, 1), loads=(0.5, 2.0), cap=0.75, weight=2.0), Task(0.0, 1.0, (1,), after=(0,))]
+    solve(graph_of(tasks, [1.0, 3.0]), "numba")
+    solve(TaskGraph(**VALID), "numba")
+    assert kernel.compiled_run().signatures == [only]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_more_flows_at_once_than_are_expected_have_seats_too(solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
     flows_on_two_links = [Task(0.01 * i, 1.0 + i % 7, (i % 2, 2)) for i in range(2 * flows.AT_ONCE)]
