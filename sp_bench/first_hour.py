@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def first_hour(arguments: Sequence[str]) -> int:
         manifest.end(step.name, code)
         _write_report(folder, manifest)
         if step.name == "doctor" and code and not force:
-            say(f"a row of the doctor fails: see {folder}/doctor.json, or go on with force=true")
+            say(f"the doctor failed: {_failed(folder / 'doctor.json')}; force=true would go on")
             return 1
         if step.name == "calibrate" and code:
             return 1  # the other steps need its file
@@ -132,6 +133,14 @@ def first_hour(arguments: Sequence[str]) -> int:
     failed = [name for name, code in codes.items() if code and not (name == "doctor" and force)]
     print(f"{folder}: {'all steps ended well' if not failed else 'see ' + ', '.join(failed)}; {folder}/report.md")
     return 1 if failed else 0
+
+
+def _failed(path: Path) -> str:
+    """The rows of the doctor's that failed, as it wrote them."""
+    if not path.exists():
+        return f"it ended without {path}"
+    rows = json.loads(path.read_text())["findings"]
+    return "; ".join(f"{row['check']}: {row['found']}" for row in rows if row["status"] == "fail") or f"see {path}"
 
 
 def steps(folder: Path, *, device: str, ranks: int, cluster: str, quick: bool) -> list[Step]:

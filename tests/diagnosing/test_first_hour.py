@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from sp_bench import first_hour, records
 from sp_bench.cli.arguments import config_dir
 from sp_bench.cli.compose import Composer
+from sp_bench.diagnosing.findings import STATUSES, counts, finding
 from sp_bench.first_hour import SHAPES, main, steps
 from sp_bench.launch import Launch
 from sp_bench.methods import REGISTRY
@@ -75,13 +77,24 @@ def test_a_cut_off_step_is_begun_again(commands: Commands, tmp_path: Path, monke
     assert commands.ran == ALL
 
 
-def test_a_doctor_that_fails_ends_it_unless_forced(commands: Commands, tmp_path: Path) -> None:
+def test_a_doctor_that_fails_ends_it_unless_forced(
+    commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     commands.codes = [1]
     assert main([*SMALL, f"out={tmp_path}"]) == 1
     assert commands.ran == ALL[:1]
+    assert "the doctor failed: it ended without" in capsys.readouterr().err
+    rows = [finding("ranks", f"{name} link", f"{name} GB/s", name, "a fix") for name in STATUSES]
+    (tmp_path / "doctor.json").write_text(
+        json.dumps({"findings": [asdict(row) for row in rows], "counts": counts(rows)})
+    )
+    commands.codes = [1]
+    assert main([*SMALL, f"out={tmp_path}"]) == 1
+    assert "the doctor failed: fail link: fail GB/s; force=true would go on" in capsys.readouterr().err
+    commands.ran.clear()
     commands.codes = [1]
     assert main([*SMALL, f"out={tmp_path}", "force=true"]) == 0
-    assert commands.ran == [ALL[0], *ALL]
+    assert commands.ran == ALL
 
 
 def test_a_folder_belongs_to_its_options_and_code(

@@ -37,12 +37,12 @@ def test_a_step_of_two_nodes(box: SlurmBox) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_first_hour_of_two_nodes(box: SlurmBox, tmp_path: Path) -> None:
     """Each step runs on the step's ranks, one a node."""
     folder = tmp_path / "hour"
     command = [*SRUN, "sp_bench.first_hour", f"out={folder}", "quick=true"]
-    done = subprocess.run(command, env=box.environment(), capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=box.environment(), capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr
     steps = json.loads((folder / "manifest.json").read_text())["steps"]
     assert {name: step["exit_code"] for name, step in steps.items()} == dict.fromkeys(

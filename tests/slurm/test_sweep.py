@@ -29,7 +29,7 @@ POINT = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "warmup=1",
 SRUN = ["srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", f"--chdir={ROOT}"]
 SRUN += [sys.executable, "-m", "sp_bench", *POINT]
 """The command line on two nodes with two ranks each."""
-PATIENCE_S = 150.0
+PATIENCE_S = 300.0
 
 
 def srun(box: SlurmBox, *arguments: str) -> subprocess.CompletedProcess[str]:
