@@ -363,6 +363,7 @@ def _used(
     taken_bytes_per_s, rising_load, highest, lowest, right = 0.0, 0.0, 0.0, np.inf, 0.0
     most, place = min(guess, FINITE), first * width
     for seat in range(np.uint64(first), np.uint64(last)):
+        # As _rate_elsewhere, written out: plain Python would call it for each seat.
         rate = min(level[others[place]], FINITE)
         for i in range(place + 1, place + width):
             rate = min(rate, level[others[i]])

@@ -64,7 +64,7 @@ class _Rows:
         first of rows that meet has it for all of them."""
         self._first_of = dict[int, int]()
         """By the last of rows that meet, the first of them."""
-        self._some = _Crossing.of(graph, width, 0)
+        self._crossing = _Crossing.of(graph, width, 0)
 
     def meeting(self) -> list[_Together] | None:
         """Work out all rows as if no flow slowed another down. Returns the rows whose flows meet then, in order; None
@@ -110,9 +110,9 @@ class _Rows:
         link; None if they meet none.
         """
         graph, n, tasks = self._graph, self._width, self._tasks(row, row)
-        if not self._some.first <= row < self._some.after:
-            self._some = _Crossing.of(graph, n, row)
-        some, here = self._some, row - self._some.first
+        if not self._crossing.first <= row < self._crossing.after:
+            self._crossing = _Crossing.of(graph, n, row)
+        crossing, here = self._crossing, row - self._crossing.first
         self._before.append(None)
         start_s, (first, last) = self.timing.start_s[tasks], self._deps[row : row + 2]
         start_s[:] = 0.0
@@ -121,13 +121,13 @@ class _Rows:
                 np.maximum(start_s, self.timing.finish_s[each], out=start_s)
         finish_s = self.timing.finish_s[tasks]
         np.add(start_s, graph.delay_s[tasks], out=finish_s)
-        if not some.has_flows[here]:
+        if not crossing.has_flows[here]:
             return None
-        hops = slice(*some.hops[here : here + 2])
-        links, task = some.links[hops], some.task[hops]
+        hops = slice(*crossing.hops[here : here + 2])
+        links, task = crossing.links[hops], crossing.task[hops]
         joined_s = finish_s[task]
-        finish_s += some.sending_s[here]
-        return self._meets(row, links, joined_s, finish_s[task], alone=some.alone[here])
+        finish_s += crossing.sending_s[here]
+        return self._meets(row, links, joined_s, finish_s[task], alone=crossing.alone[here])
 
     def _tasks(self, first: int, last: int) -> slice:
         """The tasks of some rows."""
@@ -245,22 +245,18 @@ class _Crossing:
         links, task = _hops(graph, tasks)
         rates, sent = graph.rate_cap[tasks].copy(), graph.flow_bytes[tasks]
         np.minimum.at(rates, task, graph.link_bytes_per_s[links] / graph.path_loads[_hops_of(graph, tasks)])
-        row, hops = task // width, np.arange(links.size)
-        # Of flows of a row on one link, all but the last find another there.
-        there = row * graph.link_bytes_per_s.size + links
-        place = np.empty(rows * graph.link_bytes_per_s.size, np.int32)
-        place[there] = hops
-        shared = np.bincount(row[place[there] != hops], minlength=rows)
+        crossings = np.sort(task // width * graph.link_bytes_per_s.size + links)  # of one link by flows of one row
+        again = crossings[1:][crossings[1:] == crossings[:-1]] // graph.link_bytes_per_s.size
         starts = graph.path_start[first * width : after * width + 1 : width]
         return cls(
             first,
             after,
             np.logical_or.reduce((sent > 0).reshape(rows, width), axis=1).tolist(),
-            np.equal(shared, 0).tolist(),
+            np.equal(np.bincount(again, minlength=rows), 0).tolist(),
             (sent / rates).reshape(rows, width),
             (starts - starts[0]).tolist(),
             links,
-            task - row * width,
+            task % width,
         )
 
 

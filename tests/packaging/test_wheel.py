@@ -98,20 +98,24 @@ DESCRIPTION = "from sp_bench.describe import main; assert main(['method=mesh', '
 
 IN_THIS_PROCESS = POINT.replace("'gpus=16'", "'gpus=16', 'baseline=null'")
 SELDOM = {"numba", "numpy.ma", "numpy.random"}
-"""What few points need, and tenths of a second of start-up."""
+"""Modules that few points need, and tenths of a second of start-up."""
+
+
+def errors_of(code: str, folder: Path) -> str:
+    """The errors that a Python of all extras prints for some code, which must end well."""
+    here = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=here, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 @pytest.mark.parametrize("code", [POINT, DESCRIPTION])
 def test_simulating_imports_nothing_heavy_where_it_is_installed(code: str, tmp_path: Path) -> None:
     code += f"\nimport sys; print(*({HEAVY!r} & sys.modules.keys()), file=sys.stderr)"
     code += f"\nprint(*(name for name in sys.modules if name.startswith({MEASURING!r})), file=sys.stderr)"
-    here = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=here, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "\n\n")
+    assert errors_of(code, tmp_path) == "\n\n"
 
 
 def test_a_small_point_imports_nothing_that_few_points_need(tmp_path: Path) -> None:
     code = IN_THIS_PROCESS + f"\nimport sys; print(*({SELDOM!r} & sys.modules.keys()), file=sys.stderr)"
-    here = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=here, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "\n")
+    assert errors_of(code, tmp_path) == "\n"
