@@ -15,8 +15,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -34,7 +36,7 @@ from sp_bench.resources import ROOT
 
 Point = tuple[str, ...]
 """The arguments of `python -m sp_bench` for one point, sorted."""
-Key = TypeVar("Key")
+Key, Item = TypeVar("Key"), TypeVar("Item")
 FEW = 4
 """A worker process is started for at least this many points, since it takes a second to start."""
 Worker = subprocess.Popen[str]
@@ -198,13 +200,12 @@ class Runs:
             self._keep(one, request if isinstance(request, Record) else done[request.run_id])
 
     def _ask_workers(self, points: Sequence[Point], workers: int) -> None:
-        queue = iter(points)
         with ThreadPoolExecutor(workers) as pool:
-            for future in [pool.submit(self._ask_worker, queue) for _ in range(workers)]:
+            for future in [pool.submit(self._ask_worker, queue) for queue in from_both_ends(points, workers)]:
                 future.result()
 
     def _ask_worker(self, queue: Iterator[Point]) -> None:
-        """Send points to a worker process, one after the other, until the queue is empty."""
+        """Send points to a worker process, one after the other."""
         worker = self._processes.take(self.folder)
         try:
             assert worker.stdin and worker.stdout
@@ -220,13 +221,28 @@ class Runs:
         self._processes.idle.append(worker)
 
 
+def from_both_ends(points: Sequence[Item], takers: int) -> list[Iterator[Item]]:
+    """Iterators, one for each taker, that share the points: every other one begins with the last.
+
+    Points that take much memory come first, and so not all takers run such points at the same time.
+    """
+    left = deque(points)
+
+    def taken(take: Callable[[], Item]) -> Iterator[Item]:
+        with suppress(IndexError):
+            while True:
+                yield take()
+
+    return [taken(left.popleft if i % 2 == 0 else left.pop) for i in range(takers)]
+
+
 def _given(one: Point) -> dict[str, str]:
     return dict(text.split("=", 1) for text in one)
 
 
 def _largest_first(one: Point) -> tuple[int, str, list[str], str]:
-    """The key by which points are run: those on most GPUs first, so that no process ends long after the others, and one
-    after another those that differ by their clusters alone, whose plans are often the same.
+    """The key by which points are run: those on most GPUs first, and one after another those that differ by their
+    clusters alone, whose plans are often the same.
     """
     given = _given(one)
     gpus, cluster = given.get("gpus", ""), given.get("cluster", "")

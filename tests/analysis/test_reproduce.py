@@ -13,7 +13,7 @@ import pytest
 from sp_bench import records
 from sp_bench.analysis import notebooks, paper_tables, reproduce, studies
 from sp_bench.analysis.number import of_record
-from sp_bench.analysis.runs import FEW, Runs, is_measured, point
+from sp_bench.analysis.runs import FEW, Runs, from_both_ends, is_measured, point
 from sp_bench.machine import cores_here
 from sp_bench.resources import ROOT
 
@@ -186,6 +186,12 @@ def test_points_on_most_gpus_are_run_first(tmp_path: Path) -> None:
     ]
     given = [dict(text.split("=") for text in one.split()) for one in ran]
     assert [(int(one["gpus"]), one["method"], one["cluster"]) for one in given] == expected
+
+
+def test_half_of_the_processes_begin_with_the_smallest_points() -> None:
+    first, last, third = from_both_ends("abcdefg", 3)
+    assert [next(first), next(last), next(third), next(last), next(first)] == [*"agbfc"]
+    assert [*third] == ["d", "e"] and [*first] == [*last] == []
 
 
 def test_what_is_no_record_is_measured_once_too(tmp_path: Path) -> None:
