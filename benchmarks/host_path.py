@@ -16,7 +16,6 @@ puts its times beside them, with those of the loop in the same processes.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,6 @@ from torch import Tensor
 
 from benchmarks.host_stubs import StubDevice, StubKernel, stub_flash_attn_backward, stub_flash_attn_forward, stubbed
 from sp_bench.cli.arguments import only_keys, run_command
-from sp_bench.errors import RequestError
 from sp_bench.markdown import of_rows
 from sp_bench.methods import build
 from sp_bench.peers.registry import PEERS
@@ -246,25 +244,25 @@ def rows(methods: Sequence[str] = OF_BLOCKS, ranks: Sequence[int] = RANKS) -> li
     return [row(measured(name, n)) for name in methods for n in ranks]
 
 
-def compared(before: Path, methods: Sequence[str] = OF_BLOCKS, ranks: Sequence[int] = RANKS) -> list[dict[str, str]]:
+def compared(before: str, methods: Sequence[str] = OF_BLOCKS, ranks: Sequence[int] = RANKS) -> list[dict[str, str]]:
     """The table of this code with the times of another checkout, by processes in turn: medians of ROUNDS of each.
 
     The other's sp_bench is timed by this benchmark. Raises RequestError if `before` is no checkout.
     """
-    if not (before / "sp_bench").is_dir():
-        rule = "has no folder sp_bench"
-        raise RequestError(f"before={before}", rule, "the folder of a checkout, as git worktree add makes, would work")
+    from sp_bench.analysis import earlier  # this file also runs with the code of checkouts that are without it
+
+    theirs = earlier.checkout(before)
     asked = [f"methods={','.join(methods)}", f"ranks={','.join(map(str, ranks))}", "json=true"]
     own = Path(__file__).resolve().parent.parent
-    of_each: dict[Path, list[list[dict[str, Any]]]] = {before: [], own: []}
+    of_each: dict[Path, list[list[dict[str, Any]]]] = {theirs: [], own: []}
     with tempfile.TemporaryDirectory() as folder:
-        for path in before.resolve().iterdir():
-            (Path(folder) / path.name).symlink_to((own if path.name == "benchmarks" else before.resolve()) / path.name)
+        for path in theirs.iterdir():
+            (Path(folder) / path.name).symlink_to((own if path.name == "benchmarks" else theirs) / path.name)
         for _ in range(ROUNDS):
-            for checkout, root in ((before, folder), (own, str(own))):
+            for checkout, root in ((theirs, Path(folder)), (own, own)):
                 done = subprocess.run(
                     [sys.executable, "-m", "benchmarks.host_path", *asked], cwd=root, text=True,
-                    env=os.environ | {"PYTHONPATH": root}, stdout=subprocess.PIPE, check=True,
+                    env=earlier.environment(root), stdout=subprocess.PIPE, check=True,
                 )  # fmt: skip
                 of_each[checkout].append(json.loads(done.stdout))
     of_before, of_now = (_medians(rounds) for rounds in of_each.values())
@@ -296,7 +294,7 @@ def _print(arguments: list[str]) -> int:
         return 0
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}\n")
     before = keys["before"]
-    print(of_rows(compared(Path(before), methods, ranks) if before else rows(methods, ranks)))
+    print(of_rows(compared(before, methods, ranks) if before else rows(methods, ranks)))
     return 0
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 
+from sp_bench.analysis import earlier
 from sp_bench.analysis.runs import Runs
 from sp_bench.plan.method import PHASES
-from sp_bench.records.provenance import git
 
 OPTIONS = {"before": "", "ranks": "8,64,256"}
 KNOWN = ("method", "ranks")
@@ -24,7 +23,7 @@ def _measured(before: str, ranks: str) -> list[dict[str, str]]:
     """The rows of the benchmark, which only a checkout has."""
     host_path = import_module("benchmarks.host_path")
     numbers = [int(n) for n in ranks.split(",")]
-    return host_path.compared(Path(before), ranks=numbers) if before else host_path.rows(ranks=numbers)
+    return host_path.compared(before, ranks=numbers) if before else host_path.rows(ranks=numbers)
 
 
 def _columns(runs: Runs, first: Sequence[str], parts: Sequence[str]) -> list[dict[str, str]]:
@@ -44,8 +43,6 @@ def parts(runs: Runs) -> list[dict[str, str]]:
     return _columns(runs, (*KNOWN, "blocks", "transfers", "events a block"), ("blocks alone", "transfer"))
 
 
-def earlier(runs: Runs) -> str:
+def code(runs: Runs) -> str:
     """Words that name the code of before, if there is any."""
-    before = runs.options["before"]
-    commit = git(Path(before), "log", "-1", "--format=`%h` of %cs") if before else None
-    return f"Before is the code of {commit or before}, in processes in turn with those of now." if before else ""
+    return earlier.in_words(runs.options["before"])

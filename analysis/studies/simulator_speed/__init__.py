@@ -1,7 +1,9 @@
 """The cost of simulating: whole commands, both solvers, and points where no two ranks are alike.
 
 What was timed is kept in the folder of records, a file for each table; without a file its table is timed again.
-largest=false leaves out 4096 GPUs.
+
+before=CHECKOUT    another checkout of this repository, whose commands run in turn with this one's
+largest=false      leaves out 4096 GPUs
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from statistics import median_low
 from typing import Any, NamedTuple
 
+from sp_bench.analysis import earlier
 from sp_bench.analysis.figure import Figure, new_figure, styles
 from sp_bench.analysis.runs import Runs
 from sp_bench.cli.compose import Composer
@@ -23,11 +27,12 @@ from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
 from sp_bench.point import resolve
 from sp_bench.records import read_all
+from sp_bench.resources import ROOT
 from sp_bench.simulate import simulate
 from sp_bench.simulate.flows import Solver, solve
 from sp_bench.simulate.graph import build_graph
 
-OPTIONS = {"largest": "true"}
+OPTIONS = {"before": "", "largest": "true"}
 METHODS = ("ring", "mesh", "ulysses", "usp", "startrail", "tokenring", "double_ring", "all_gather", "pass_q", "zigzag")
 SIZES = (16, 64, 256)
 LARGE, LARGEST = (("ring", 1024), ("mesh", 1024)), (("ring", 4096), ("mesh", 4096))
@@ -42,6 +47,7 @@ DOCUMENTED = ("ring", "mesh", "usp", "ulysses")
 PACK = ("mask=document", "data=magi_attention", "gpus=256", "seqlen=512k")
 
 
+_UNKNOWN = {"before": "-", "now / before": "-"}
 COMMON = ("baseline=null", "logger=none")
 
 
@@ -63,12 +69,15 @@ class DoesNotFit(RuntimeError):
     """A point that no GPU has the memory for."""
 
 
-def command_cost(keys: Sequence[str]) -> Cost:
-    """Run a point by its command. Raises DoesNotFit where memory is too small, RuntimeError if it fails."""
+def command_cost(keys: Sequence[str], root: Path = ROOT) -> Cost:
+    """Run a point by its command, with the code of a checkout.
+
+    Raises DoesNotFit where memory is too small, RuntimeError if it fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "sp_bench", *keys, f"results_dir={folder}"]
         started = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=folder, env=earlier.environment(root))
         _, status, usage = os.wait4(process.pid, 0)
         wall_s = time.perf_counter() - started
         if status:
@@ -77,9 +86,32 @@ def command_cost(keys: Sequence[str]) -> Cost:
     return Cost(wall_s, usage.ru_maxrss / 1024, usage.ru_utime)
 
 
+def _timed(runs: Runs, keys: Sequence[str], times: int = 1) -> tuple[Cost, Cost | None]:
+    """The cost of a command, now and with the code of before, in turn: that of the run with the median wall time.
+
+    The latter is None without such code, and where it can't run the command. Raises as `command_cost`.
+    """
+    root = earlier.checkout(runs.options["before"]) if runs.options["before"] else None
+    costs, others = [], []
+    for _ in range(times):
+        costs.append(command_cost(keys))
+        try:
+            others += [command_cost(keys, root)] if root else []
+        except RuntimeError:
+            root = None
+    return median_low(costs), median_low(others) if root else None
+
+
+def _beside(runs: Runs, now_s: float, before_s: float | None) -> dict[str, str]:
+    """Cells of a time with the code of before, and of that of now over it; none if no such code was asked for."""
+    if not runs.options["before"]:
+        return {}
+    return {"before": f"{before_s:.2f}", "now / before": f"{now_s / before_s:.2f}"} if before_s else _UNKNOWN
+
+
 def asymmetric(runs: Runs) -> list[dict[str, str]]:
     """A row for each point where no two ranks are alike."""
-    return runs.kept("asymmetric", lambda: [_row(*point) for point in _without_symmetry()])
+    return runs.kept("asymmetric", lambda: [_row(runs, *point) for point in _without_symmetry()])
 
 
 def _without_symmetry() -> Iterator[tuple[str, str, list[str]]]:
@@ -99,13 +131,14 @@ def _without_symmetry() -> Iterator[tuple[str, str, list[str]]]:
             yield "documents", f"256, {layout}", keys
 
 
-def _row(what: str, gpus: str, keys: list[str]) -> dict[str, str]:
+def _row(runs: Runs, what: str, gpus: str, keys: list[str]) -> dict[str, str]:
     row = {"method": keys[0].removeprefix("method="), "with": what, "GPUs": gpus}
     try:
-        cost = command_cost(keys)
-        row |= {"user CPU s": f"{cost.cpu_s:.1f}", "wall_s": f"{cost.wall_s:.1f}", "peak_mb": f"{cost.peak_mb:.0f}"}
+        cost, then = _timed(runs, keys)
+        row |= {"user CPU s": f"{cost.cpu_s:.1f}"} | _beside(runs, cost.cpu_s, then and then.cpu_s)
+        row |= {"wall_s": f"{cost.wall_s:.1f}", "peak_mb": f"{cost.peak_mb:.0f}"}
     except DoesNotFit:
-        row |= {"user CPU s": "doesn't fit", "wall_s": "-", "peak_mb": "-"}
+        row |= {"user CPU s": "doesn't fit"} | _beside(runs, 0, None) | {"wall_s": "-", "peak_mb": "-"}
     print(" | ".join(row.values()), flush=True)
     return row
 
@@ -148,8 +181,9 @@ def _costs(runs: Runs) -> list[dict[str, Any]]:
         points = [(method, gpus) for method in METHODS for gpus in SIZES] + [*LARGE]
         rows = []
         for method, gpus in (*points, *(LARGEST if runs.options["largest"] == "true" else ())):
-            cost = command_cost(overrides(method, gpus))
-            rows.append({"method": method, "gpus": gpus, "wall_s": cost.wall_s, "peak_mb": cost.peak_mb})
+            cost, then = _timed(runs, overrides(method, gpus), 1 if (method, gpus) in LARGEST else 3)
+            row = {"method": method, "gpus": gpus, "wall_s": cost.wall_s}
+            rows.append(row | _beside(runs, cost.wall_s, then and then.wall_s) | {"peak_mb": cost.peak_mb})
             print(f"{method:>12} {gpus:>5} {cost.wall_s:>8.2f} s {cost.peak_mb:>6.0f} MB", flush=True)
         return rows
 
@@ -159,6 +193,11 @@ def _costs(runs: Runs) -> list[dict[str, Any]]:
 def commands(runs: Runs) -> list[dict[str, Any]]:
     """A row for each command."""
     return [row | {"wall_s": f"{row['wall_s']:.2f}", "peak_mb": f"{row['peak_mb']:.0f}"} for row in _costs(runs)]
+
+
+def code(runs: Runs) -> str:
+    """Words that name the code of before, if there is any."""
+    return earlier.in_words(runs.options["before"])
 
 
 def twins(runs: Runs) -> list[dict[str, Any]]:
