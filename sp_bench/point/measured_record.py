@@ -10,6 +10,9 @@ from sp_bench.cluster.device import same_model
 from sp_bench.measure.gpu_watch import gpu_state
 from sp_bench.measure.result import RankResult
 from sp_bench.measure.samples import Samples
+from sp_bench.plan.dataflow import dataflow
+from sp_bench.plan.ops import Block, Fold, Plan, ReduceScatter, Transfer, TreeReduce
+from sp_bench.plan.problem import DTYPE_BYTES
 from sp_bench.point.choose import Choice
 from sp_bench.point.counted import by_lane, counted, in_phases, rates, volumes_of
 from sp_bench.point.outcome import Outcome
@@ -57,7 +60,7 @@ def outcome_of(
     exactness = exactness_of(ranks[0].gate, ranks[0].timed)
     if wrong := next(filter(None, (rank.wrong(request.problem.dtype) for rank in ranks)), ""):
         parts = (asked, setup, plans.traffic, plans.memory, exactness)
-        error = f"the correctness gate: {wrong}"
+        error = f"the correctness gate: {wrong}{_what_may_work(request, choice, ranks[0].gate)}"
         return Outcome(request.record("incorrect", error, *parts, notes=request.notes, provenance=provenance))
     provenance |= {"device": {**ranks[0].device, "nccl_settings": request.devices.nccl}}
     provenance |= {"communicators": list(ranks[0].communicators)} if ranks[0].communicators else {}
@@ -92,6 +95,27 @@ def outcome_of(
     parts = (asked, setup, exactness, *all_parts)
     record = request.record(status, wrong or None, *parts, notes=notes, provenance=provenance)
     return Outcome(record, None if request.alone else timeline_of(samples), samples)
+
+
+def _what_may_work(request: Request, choice: Choice | None, gate: GateErrors) -> str:
+    """What to try against errors that may be of sums which are rounded wherever ranks pass them on; empty of others."""
+    problem = request.problem
+    wire, held = problem.wire_dtype, problem.accumulate_dtype
+    if choice is None or DTYPE_BYTES[wire] >= DTYPE_BYTES[held] or not gate.may_be_rounding(problem.dtype):
+        return ""
+    if not any(_sends_sums(plan) for plan in choice.plans.values()):
+        return ""
+    return f"; sums are rounded to {wire} at each hop: if that is why, wire_dtype={held} works"
+
+
+def _sends_sums(plan: Plan) -> bool:
+    """Whether ranks pass on partial results to which something was added, or which are added up on their way."""
+    flow = dataflow(plan)
+    adds = ((index, op) for index, op in plan if isinstance(op, Block | Fold))
+    summed = {chunk for index, op in adds for chunk in op.writes if not flow.starts(index, chunk)}
+    sent = ((op, chunk) for op in plan.ops if isinstance(op, Transfer) for chunk in op.reads)
+    partials = ((op, chunk) for op, chunk in sent if chunk.tensor.is_partial)
+    return any(isinstance(op, ReduceScatter | TreeReduce) or chunk in summed for op, chunk in partials)
 
 
 def exactness_of(gate: GateErrors, timed: GateErrors) -> Exactness:

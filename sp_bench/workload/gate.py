@@ -9,6 +9,8 @@ TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-
 """The largest relative L2 error against fp64 that passes on any inputs, by dtype: 1.3 to 17 of its roundings."""
 HEAD_FACTOR = 4
 """The tolerance of a single head, as a multiple of that of all."""
+OF_ROUNDINGS = 10
+"""Up to so many times its limit an error may be of roundings alone: those of thousands of hops."""
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 """The largest relative error of one rounding, by dtype."""
 
@@ -39,6 +41,11 @@ class GateErrors:
     def limit(self, name: str, dtype: str) -> float:
         """The largest error of a tensor that passes."""
         return max(self.factor * TOLERANCE[dtype], UNIT_ROUNDOFF[dtype] * self.rounding.get(name, 0.0))
+
+    def may_be_rounding(self, dtype: str) -> bool:
+        """Whether no error is further above its limit than OF_ROUNDINGS times, and no row is lost."""
+        within = (error <= OF_ROUNDINGS * self.limit(name, dtype) for name, error in self.overall.items())
+        return all(within) and not any(self.lost.values())
 
     def wrong(self, dtype: str) -> str:
         """The errors above their limits as a text; empty if there are none. NaN counts as above."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +27,7 @@ from sp_bench.plan.problem import Problem
 from sp_bench.point import choose as choosing
 from sp_bench.point import masks, resolve, run_points
 from sp_bench.point.choose import DeviceMemoryError, choose
-from sp_bench.point.measured_record import _ran_on
+from sp_bench.point.measured_record import _ran_on, outcome_of
 from sp_bench.point.simulated import simulate_point
 from sp_bench.point.timed import cores
 from sp_bench.records import identity
@@ -244,6 +245,30 @@ def test_overlapping_intervals_are_not_ranked() -> None:
 def test_the_gate(overall: dict[str, float], worst_head: dict[str, float], wrong: str) -> None:
     errors = GateErrors(overall=overall, worst_head=worst_head)
     assert errors.wrong("float32") == RankResult(gate=errors).wrong("float32") == wrong
+
+
+@pytest.mark.parametrize(
+    ("keys", "dk", "says"),
+    [
+        (
+            "method=ring dtype=bfloat16",
+            1.1e-2,
+            "; sums are rounded to bfloat16 at each hop: .* wire_dtype=float32 works",
+        ),
+        ("method=ring dtype=bfloat16", 0.5, ""),
+        ("method=ring dtype=bfloat16 wire_dtype=float32", 1.1e-2, ""),
+        ("method=ring dtype=float32", 3e-6, ""),
+        ("method=ulysses dtype=bfloat16", 1.1e-2, ""),
+        ("method=tokenring phase=forward dtype=bfloat16", 1.1e-2, ""),
+    ],
+)
+def test_where_sums_are_rounded_on_their_way_the_gate_says_what_may_work(keys: str, dk: float, says: str) -> None:
+    """What is further off than roundings can be, and what no sum travels of, is wrong for another reason."""
+    request = point(*keys.split(), "gpus=4", "cluster=local", "device=cpu", "seqlen=1k")
+    ranks = [RankResult(gate=GateErrors(overall={"out": 1e-9, "dk": dk}))] * 4
+    found = outcome_of(request, choose(request), ranks, {"host": [0, 1, 2, 3]}, "now").record
+    assert found.status == "incorrect"
+    assert re.fullmatch(rf"the correctness gate: dk is off by \S+ \(at most \S+\){says}", found.error or "")
 
 
 def test_results_that_are_not_finite_are_wrong() -> None:
