@@ -19,8 +19,9 @@ def checkout(given: str) -> Path:
 
 
 def environment(root: Path) -> Mapping[str, str]:
-    """The environment of a Python process that runs the code of a checkout."""
-    return os.environ | {"PYTHONPATH": str(root)}
+    """The environment of a Python process that runs the code of a checkout, and keeps the bytecode that it compiles."""
+    rest = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return rest | {"PYTHONPATH": str(root)}
 
 
 def in_words(given: str) -> str:

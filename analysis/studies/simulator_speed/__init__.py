@@ -38,6 +38,8 @@ SIZES = (16, 64, 256)
 LARGE, LARGEST = (("ring", 1024), ("mesh", 1024)), (("ring", 4096), ("mesh", 4096))
 TWINS = (("ring", 16), ("mesh", 16), ("ring", 64), ("mesh", 64))
 """Points whose graphs of all ranks the plain Python solver solves too."""
+TIMES = 3
+"""How often a command is run, but for those of LARGEST."""
 SEQLEN, LONG = "1M", "4M"
 """The sequence length, and the one for 1024 GPUs or more."""
 JITTER_SIZES = (64, 256)
@@ -47,7 +49,6 @@ DOCUMENTED = ("ring", "mesh", "usp", "ulysses")
 PACK = ("mask=document", "data=magi_attention", "gpus=256", "seqlen=512k")
 
 
-_UNKNOWN = {"before": "-", "now / before": "-"}
 COMMON = ("baseline=null", "logger=none")
 
 
@@ -86,32 +87,30 @@ def command_cost(keys: Sequence[str], root: Path = ROOT) -> Cost:
     return Cost(wall_s, usage.ru_maxrss / 1024, usage.ru_utime)
 
 
-def _timed(runs: Runs, keys: Sequence[str], times: int = 1) -> tuple[Cost, Cost | None]:
-    """The cost of a command, now and with the code of before, in turn: that of the run with the median wall time.
+def _in_turn(keys: Sequence[str], before: str, times: int) -> dict[str, Any]:
+    """The cells of a command: its cost, and its wall time with the code of before, in turn, where that can run it.
 
-    The latter is None without such code, and where it can't run the command. Raises as `command_cost`.
+    Costs are those of the run with the median wall time. Raises as `command_cost`.
     """
-    root = earlier.checkout(runs.options["before"]) if runs.options["before"] else None
-    costs, others = [], []
+    root, costs, earlier_s = earlier.checkout(before) if before else None, list[Cost](), list[float]()
     for _ in range(times):
         costs.append(command_cost(keys))
-        try:
-            others += [command_cost(keys, root)] if root else []
-        except RuntimeError:
-            root = None
-    return median_low(costs), median_low(others) if root else None
-
-
-def _beside(runs: Runs, now_s: float, before_s: float | None) -> dict[str, str]:
-    """Cells of a time with the code of before, and of that of now over it; none if no such code was asked for."""
-    if not runs.options["before"]:
-        return {}
-    return {"before": f"{before_s:.2f}", "now / before": f"{now_s / before_s:.2f}"} if before_s else _UNKNOWN
+        if root:
+            try:
+                earlier_s.append(command_cost(keys, root).wall_s)
+            except RuntimeError:
+                root = None
+    now = median_low(costs)
+    cells: dict[str, Any] = {"wall_s": now.wall_s}
+    if before:
+        then_s = median_low(earlier_s) if root else None
+        cells |= {"before": then_s, "now / before": then_s and now.wall_s / then_s}
+    return cells | {"peak_mb": now.peak_mb}
 
 
 def asymmetric(runs: Runs) -> list[dict[str, str]]:
     """A row for each point where no two ranks are alike."""
-    return runs.kept("asymmetric", lambda: [_row(runs, *point) for point in _without_symmetry()])
+    return runs.kept("asymmetric", lambda: [_row(*point) for point in _without_symmetry()])
 
 
 def _without_symmetry() -> Iterator[tuple[str, str, list[str]]]:
@@ -131,14 +130,13 @@ def _without_symmetry() -> Iterator[tuple[str, str, list[str]]]:
             yield "documents", f"256, {layout}", keys
 
 
-def _row(runs: Runs, what: str, gpus: str, keys: list[str]) -> dict[str, str]:
+def _row(what: str, gpus: str, keys: list[str]) -> dict[str, str]:
     row = {"method": keys[0].removeprefix("method="), "with": what, "GPUs": gpus}
     try:
-        cost, then = _timed(runs, keys)
-        row |= {"user CPU s": f"{cost.cpu_s:.1f}"} | _beside(runs, cost.cpu_s, then and then.cpu_s)
-        row |= {"wall_s": f"{cost.wall_s:.1f}", "peak_mb": f"{cost.peak_mb:.0f}"}
+        cost = command_cost(keys)
+        row |= {"user CPU s": f"{cost.cpu_s:.1f}", "wall_s": f"{cost.wall_s:.1f}", "peak_mb": f"{cost.peak_mb:.0f}"}
     except DoesNotFit:
-        row |= {"user CPU s": "doesn't fit"} | _beside(runs, 0, None) | {"wall_s": "-", "peak_mb": "-"}
+        row |= {"user CPU s": "doesn't fit", "wall_s": "-", "peak_mb": "-"}
     print(" | ".join(row.values()), flush=True)
     return row
 
@@ -181,10 +179,10 @@ def _costs(runs: Runs) -> list[dict[str, Any]]:
         points = [(method, gpus) for method in METHODS for gpus in SIZES] + [*LARGE]
         rows = []
         for method, gpus in (*points, *(LARGEST if runs.options["largest"] == "true" else ())):
-            cost, then = _timed(runs, overrides(method, gpus), 1 if (method, gpus) in LARGEST else 3)
-            row = {"method": method, "gpus": gpus, "wall_s": cost.wall_s}
-            rows.append(row | _beside(runs, cost.wall_s, then and then.wall_s) | {"peak_mb": cost.peak_mb})
-            print(f"{method:>12} {gpus:>5} {cost.wall_s:>8.2f} s {cost.peak_mb:>6.0f} MB", flush=True)
+            times = 1 if (method, gpus) in LARGEST else TIMES
+            cells = _in_turn(overrides(method, gpus), runs.options["before"], times)
+            rows.append({"method": method, "gpus": gpus, **cells})
+            print(f"{method:>12} {gpus:>5} {cells['wall_s']:>8.2f} s {cells['peak_mb']:>6.0f} MB", flush=True)
         return rows
 
     return runs.kept("commands", timed_commands)
@@ -192,7 +190,13 @@ def _costs(runs: Runs) -> list[dict[str, Any]]:
 
 def commands(runs: Runs) -> list[dict[str, Any]]:
     """A row for each command."""
-    return [row | {"wall_s": f"{row['wall_s']:.2f}", "peak_mb": f"{row['peak_mb']:.0f}"} for row in _costs(runs)]
+    return [{key: _cell(key, value) for key, value in row.items()} for row in _costs(runs)]
+
+
+def _cell(key: str, value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if key == "peak_mb" else f"{value:.2f}"
+    return "-" if value is None else str(value)
 
 
 def code(runs: Runs) -> str:
