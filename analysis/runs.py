@@ -36,7 +36,8 @@ from sp_bench.resources import ROOT
 
 Point = tuple[str, ...]
 """The arguments of `python -m sp_bench` for one point, sorted."""
-Key, Item = TypeVar("Key"), TypeVar("Item")
+Key = TypeVar("Key")
+Item = TypeVar("Item")
 FEW = 4
 """A worker process is started for at least this many points, since it takes a second to start."""
 Worker = subprocess.Popen[str]
