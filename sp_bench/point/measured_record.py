@@ -98,7 +98,7 @@ def outcome_of(
 
 
 def _what_may_work(request: Request, choice: Choice | None, gate: GateErrors) -> str:
-    """What to try against errors that may be of sums which are rounded wherever ranks pass them on; empty of others."""
+    """Advice on errors that may be of sums which are rounded wherever ranks pass them on; empty of other errors."""
     problem = request.problem
     wire, held = problem.wire_dtype, problem.accumulate_dtype
     if choice is None or DTYPE_BYTES[wire] >= DTYPE_BYTES[held] or not gate.may_be_rounding(problem.dtype):
