@@ -200,8 +200,9 @@ def _cell(key: str, value: Any) -> str:
 
 
 def code(runs: Runs) -> str:
-    """Words that name the code of before, if there is any."""
-    return earlier.in_words(runs.options["before"])
+    """Words that name the code of before, if there is any, and how often commands ran."""
+    before = earlier.in_words(runs.options["before"])
+    return f" {before} Times are medians of {TIMES}, and on {LARGEST[0][1]} GPUs of one." if before else ""
 
 
 def twins(runs: Runs) -> list[dict[str, Any]]:
