@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from sp_bench import records
 from sp_bench.cluster.device import same_model
+from sp_bench.lower import TransportKind
+from sp_bench.lower.staging import adds_up_on_the_way
 from sp_bench.measure.gpu_watch import gpu_state
 from sp_bench.measure.result import RankResult
 from sp_bench.measure.samples import Samples
 from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.ops import Block, Fold, Plan, ReduceScatter, Transfer, TreeReduce
-from sp_bench.plan.problem import DTYPE_BYTES
+from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.point.choose import Choice
 from sp_bench.point.counted import by_lane, counted, in_phases, rates, volumes_of
 from sp_bench.point.outcome import Outcome
@@ -103,19 +105,22 @@ def _what_may_work(request: Request, choice: Choice | None, gate: GateErrors) ->
     wire, held = problem.wire_dtype, problem.accumulate_dtype
     if choice is None or DTYPE_BYTES[wire] >= DTYPE_BYTES[held] or not gate.may_be_rounding(problem.dtype):
         return ""
-    if not any(_sends_sums(plan) for plan in choice.plans.values()):
+    if not any(_sends_sums(plan, choice.problem, request.cluster.transport) for plan in choice.plans.values()):
         return ""
     return f"; sums are rounded to {wire} at each hop: if that is why, wire_dtype={held} works"
 
 
-def _sends_sums(plan: Plan) -> bool:
+def _sends_sums(plan: Plan, problem: Problem, transport: TransportKind) -> bool:
     """Whether ranks pass on partial results to which something was added, or which are added up on their way."""
     flow = dataflow(plan)
     adds = ((index, op) for index, op in plan if isinstance(op, Block | Fold))
     summed = {chunk for index, op in adds for chunk in op.writes if not flow.starts(index, chunk)}
-    sent = ((op, chunk) for op in plan.ops if isinstance(op, Transfer) for chunk in op.reads)
-    partials = ((op, chunk) for op, chunk in sent if chunk.tensor.is_partial)
-    return any(isinstance(op, ReduceScatter | TreeReduce) or chunk in summed for op, chunk in partials)
+
+    def of_sums(op: Transfer) -> bool:
+        by_library = isinstance(op, ReduceScatter) and adds_up_on_the_way(op, problem, transport)
+        return by_library or isinstance(op, TreeReduce) or not summed.isdisjoint(op.reads)
+
+    return any(op.tensor.is_partial and of_sums(op) for op in plan.ops if isinstance(op, Transfer) and op.reads)
 
 
 def exactness_of(gate: GateErrors, timed: GateErrors) -> Exactness:

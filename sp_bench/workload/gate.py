@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
@@ -43,21 +43,24 @@ class GateErrors:
         return max(self.factor * TOLERANCE[dtype], UNIT_ROUNDOFF[dtype] * self.rounding.get(name, 0.0))
 
     def may_be_rounding(self, dtype: str) -> bool:
-        """Whether no error is further above its limit than OF_ROUNDINGS times, and no row is lost."""
-        within = (error <= OF_ROUNDINGS * self.limit(name, dtype) for name, error in self.overall.items())
-        return all(within) and not any(self.lost.values())
+        """Whether errors are above their limits, none by more than OF_ROUNDINGS times, and no row is lost."""
+        close = all(error <= OF_ROUNDINGS * most for _, error, most in self._limits(dtype))
+        return bool(self.wrong(dtype)) and close and not any(self.lost.values())
 
     def wrong(self, dtype: str) -> str:
         """The errors above their limits as a text; empty if there are none. NaN counts as above."""
-        of_a_head = HEAD_FACTOR * self.factor * TOLERANCE[dtype]
-        limits = [(name, error, self.limit(name, dtype)) for name, error in self.overall.items()]
-        for name, error in self.worst_head.items():
-            rounding = UNIT_ROUNDOFF[dtype] * self.worst_rounding.get(name, 0.0)
-            limits.append((name, error, max(of_a_head, rounding)))
-        too_large = [(name, error, most) for name, error, most in limits if not error <= most]
+        too_large = [(name, error, most) for name, error, most in self._limits(dtype) if not error <= most]
         said = [f"{name} is off by {error:.1e} (at most {most:.0e})" for name, error, most in too_large]
         said += [f"{count} rows of {name} are wrong" for name, count in self.lost.items() if count]
         return ", ".join(said) + (f", at {self.seqlen} tokens" if said and self.seqlen else "")
+
+    def _limits(self, dtype: str) -> Iterator[tuple[str, float, float]]:
+        """Each error with its tensor and the largest that passes, those of worst heads last."""
+        for name, error in self.overall.items():
+            yield name, error, self.limit(name, dtype)
+        of_a_head = HEAD_FACTOR * self.factor * TOLERANCE[dtype]
+        for name, error in self.worst_head.items():
+            yield name, error, max(of_a_head, UNIT_ROUNDOFF[dtype] * self.worst_rounding.get(name, 0.0))
 
 
 def worst_of(several: Sequence[GateErrors], dtype: str, seqlen: int) -> GateErrors:

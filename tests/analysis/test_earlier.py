@@ -14,7 +14,7 @@ from sp_bench.resources import ROOT
 
 
 @pytest.mark.parametrize("given", ["", "nowhere"])
-def test_what_is_no_checkout_is_refused(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_checkout_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # which has sp_bench itself
     with pytest.raises(RequestError, match=rf"before={given}: has no folder sp_bench; .*git worktree add.* would work"):
         earlier.checkout(given)

@@ -263,12 +263,26 @@ def test_the_gate(overall: dict[str, float], worst_head: dict[str, float], wrong
     ],
 )
 def test_where_sums_are_rounded_on_their_way_the_gate_says_what_may_work(keys: str, dk: float, says: str) -> None:
-    """What is further off than roundings can be, and what no sum travels of, is wrong for another reason."""
+    """Larger errors than roundings make, and those of plans that send no sums, have another reason."""
     request = point(*keys.split(), "gpus=4", "cluster=local", "device=cpu", "seqlen=1k")
     ranks = [RankResult(gate=GateErrors(overall={"out": 1e-9, "dk": dk}))] * 4
     found = outcome_of(request, choose(request), ranks, {"host": [0, 1, 2, 3]}, "now").record
     assert found.status == "incorrect"
     assert re.fullmatch(rf"the correctness gate: dk is off by \S+ \(at most \S+\){says}", found.error or "")
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        RankResult(gate=GateErrors(overall={"dk": 1e-3}), finite=False),
+        RankResult(gate=GateErrors(overall={"dk": 1.1e-2}, worst_head={"dk": 0.9})),
+        RankResult(gate=GateErrors(overall={"dk": 1.1e-2}, lost={"dk": 1})),
+    ],
+)
+def test_it_says_so_of_no_other_failure(result: RankResult) -> None:
+    request = point("method=ring", "dtype=bfloat16", "gpus=4", "cluster=local", "device=cpu", "seqlen=1k")
+    found = outcome_of(request, choose(request), [result] * 4, {"host": [0, 1, 2, 3]}, "now").record
+    assert found.status == "incorrect" and "wire_dtype" not in (found.error or "")
 
 
 def test_results_that_are_not_finite_are_wrong() -> None:

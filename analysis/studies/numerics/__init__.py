@@ -29,12 +29,11 @@ def row(wires: tuple[Record, ...]) -> list[str]:
     named = [f"`{wires[0].method}`", wires[0].variant or "", f"{wires[0].heads}/{wires[0].kv_heads}"]
     errors = zip(*((r.err_out, r.err_dq, r.err_dk, r.err_dv) for r in wires), strict=True)
     sent = [f"{(r.comm_bytes_per_gpu or 0) / 1e3:.0f}" for r in wires]
-    return [*named, *(" → ".join(map(_thousandths, both)) for both in errors), " → ".join(sent)]
+    return [*named, *(" → ".join(_thousandths(x or 0.0) for x in both) for both in errors), " → ".join(sent)]
 
 
-def _thousandths(error: float | None) -> str:
-    fails = " (fails)" if (error or 0) > TOLERANCE["bfloat16"] else ""
-    return f"{1e3 * (error or 0):.2f}{fails}"
+def _thousandths(error: float) -> str:
+    return f"{1e3 * error:.2f}" + " (fails)" * (error > TOLERANCE["bfloat16"])
 
 
 def table(runs: Runs, points: list[str]) -> list[dict[str, str]]:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from statistics import median_low
@@ -92,18 +93,15 @@ def _in_turn(keys: Sequence[str], before: str, times: int) -> dict[str, Any]:
 
     Costs are those of the run with the median wall time. Raises as `command_cost`.
     """
-    root, costs, earlier_s = earlier.checkout(before) if before else None, list[Cost](), list[float]()
+    root, costs, before_s = earlier.checkout(before) if before else None, list[Cost](), list[float]()
     for _ in range(times):
         costs.append(command_cost(keys))
-        if root:
-            try:
-                earlier_s.append(command_cost(keys, root).wall_s)
-            except RuntimeError:
-                root = None
+        with suppress(RuntimeError):
+            before_s += [command_cost(keys, root).wall_s] if root else []
     now = median_low(costs)
     cells: dict[str, Any] = {"wall_s": now.wall_s}
     if before:
-        then_s = median_low(earlier_s) if root else None
+        then_s = median_low(before_s) if before_s else None
         cells |= {"before": then_s, "now / before": then_s and now.wall_s / then_s}
     return cells | {"peak_mb": now.peak_mb}
 
@@ -200,7 +198,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def code(runs: Runs) -> str:
-    """Words that name the code of before, if there is any, and how often commands ran."""
+    """Sentences, after a space, on the code of before and how often commands ran; empty if there is none."""
     before = earlier.in_words(runs.options["before"])
     return f" {before} Times are medians of {TIMES}, and on {LARGEST[0][1]} GPUs of one." if before else ""
 
