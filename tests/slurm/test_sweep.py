@@ -117,6 +117,8 @@ class Run:
         keys |= {"slurm.most_at_once": "1"} | dict(change.split("=", 1) for change in changes)
         assert main(["sweep=cpu_methods", *(f"{key}={value}" for key, value in keys.items())]) == 0
         self.sweep = Sweep.read(folder)
+        self.started: set[int] = set()
+        """SLURM's own ids of tasks that were told to start."""
 
     def running(self) -> dict[str, int]:
         """SLURM's own id of each array task that runs, by job and task."""
@@ -128,9 +130,10 @@ class Run:
 
     def ended(self) -> bool:
         """Whether no task is left; those that wait needn't wait for two minutes after a node failure, as SLURM says."""
-        for own in self.waiting().values():
+        for own in set(self.waiting().values()) - self.started:
             with contextlib.suppress(subprocess.CalledProcessError):  # it has begun meanwhile
-                self.box.run("scontrol", "update", f"jobid={own}", "starttime=now")
+                self.box.start_soon(str(own))
+            self.started.add(own)
         return not self.waiting() and not self.running()
 
     def logs(self) -> list[Path]:
@@ -292,7 +295,7 @@ def test_tasks_that_do_not_run(box: SlurmBox, tmp_path: Path, capsys: pytest.Cap
             re.M,
         ), why
     assert re.search(rf"log:  {run.folder}/logs/{job}_0.txt\n +.*DUE TO PREEMPTION", said)
-    box.run("scontrol", "update", f"jobid={job}_1", "starttime=now")
+    box.start_soon(f"{job}_1")
     box.run("scancel", f"{job}_2", f"{job}_3")
     wait_for(lambda: not run.sweep.missing(run.sweep.tasks[1]), "the requeued task to be done, with no resume")
     assert main(["resume", str(run.folder), "slurm.sbatch=[]"]) == 0
