@@ -19,6 +19,7 @@ from sp_bench.__main__ import main
 from sp_bench.cli.compose import Composer
 from sp_bench.plan.method import PHASES
 from tests.support.marks import exhaustive
+from tests.support.processes import LONG_S
 from tests.support.typed import Known
 
 LOCAL = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "iters=3", "warmup=1"]
@@ -434,7 +435,7 @@ def test_a_rank_that_dies_or_hangs(sent: signal.Signals, status: str, why: str, 
 
 def _wait_for_ranks(parent: int, n: int) -> list[int]:
     """The rank processes below `parent`, in order of their start."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LONG_S
     while time.monotonic() < deadline:
         below = {parent}
         for _ in range(3):

@@ -16,11 +16,11 @@ import pytest
 from sp_bench import records
 from sp_bench.analysis.studies.killed_processes import MARK, Trial, marked, run, undisturbed_s
 from tests.support.marks import exhaustive
+from tests.support.processes import LONG_S
 
 ROOT = Path(__file__).parents[2]
 POINT = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "warmup=1", "logger=none"]
 SEQLENS = (64, 128, 256, 512, 1024, 2048)
-PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ class Sweep:
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + LONG_S
     while not condition():
         assert time.monotonic() < deadline, f"waited for {what}"
         time.sleep(0.02)
@@ -84,14 +84,14 @@ def test_a_sweep_that_is_told_to_end(told: Callable[[int, int], None], tmp_path:
     try:
         wait_for(sweep.kept, "the first point")
         told(process.pid, signal.SIGTERM)
-        _, err = process.communicate(timeout=PATIENCE_S)
+        _, err = process.communicate(timeout=LONG_S)
         assert process.returncode == 128 + signal.SIGTERM
         assert err.endswith("\nsp_bench: ended by SIGTERM; finished points are kept\n"), err
         wait_for(lambda: not marked(mark), "all its processes to end")
         kept = sweep.kept()
         assert 1 <= len(kept) < len(SEQLENS)
         again = sweep.start()
-        out, err = again.communicate(timeout=PATIENCE_S)
+        out, err = again.communicate(timeout=LONG_S)
     finally:
         for pid in marked(mark):
             os.kill(pid, signal.SIGKILL)
@@ -108,7 +108,7 @@ def test_a_rank_without_memory(tmp_path: Path) -> None:
     keys = [*POINT, "gpus=3", "seqlen=96", "iters=2", "impl=tests.cli.jobs:needs_much", f"results_dir={tmp_path}"]
     command = [sys.executable, "-m", "sp_bench", "-m", "method=ring,peer", *keys]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=PATIENCE_S
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=LONG_S
     )
     assert done.returncode == 1, done.stderr
     by_status = {record.status: record for record in records.read_all(tmp_path)}

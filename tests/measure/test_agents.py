@@ -194,7 +194,7 @@ def test_agents_end_when_rank_0_does() -> None:
         time.sleep(0.5)
         processes[0].kill()
         assert [process.wait(LONG_S) for process in processes[1:]] == [1] * (N - 1)
-        assert survivors(pids, patience_s=10) == []
+        assert survivors(pids) == []
     finally:
         for process in processes:
             process.kill()

@@ -42,10 +42,8 @@ def failure_of(how: str, others: str, *, timeout_s: float = 60.0, reports: int =
     with RankPool(N, timeout_s) as pool:
         pids = pool.pids
         pool.run(jobs.total)
-        started = time.monotonic()
         with pytest.raises(RankFailure) as caught:
             pool.run(jobs.go_wrong, how, others, reports)
-        assert time.monotonic() - started < min(timeout_s, LONG_S) + LONG_S
         assert not pool.alive
         assert survivors(pids) == []
     return caught.value
@@ -298,7 +296,7 @@ def test_a_killed_parent_leaves_no_orphan(state: str, tmp_path: Path) -> None:
         time.sleep(0.5)
         parent.kill()
         parent.wait()
-        assert survivors(pids, patience_s=10) == []
+        assert survivors(pids) == []
     finally:
         parent.kill()
         for pid in survivors(pids, patience_s=0):

@@ -13,6 +13,7 @@ from sp_bench import SequenceParallelAttention
 from sp_bench.kernels.aten_cpu import AtenCpu
 from sp_bench.measure.pool import RankPool
 from sp_bench.run.attention import SequenceParallelAttention as Attention
+from tests.support.processes import LONG_S
 
 
 class Breaking(AtenCpu):
@@ -53,7 +54,7 @@ def test_the_group_is_refused_afterwards() -> None:
     with RankPool(1) as pool:  # one rank has no messages, so nothing to refuse
         assert pool.run(single) == [["ValueError: the first block is broken", "ok"]]
     for error in (ValueError("the second block is broken"), MemoryError()):
-        with RankPool(2, timeout_s=20) as pool:
+        with RankPool(2, timeout_s=LONG_S) as pool:
             said = pool.run(break_then_use_again, error)[0]
         assert said[0] == f"{type(error).__name__}: {error}"
         assert said[1].startswith("RuntimeError: this process group can't be used any more")
@@ -73,7 +74,7 @@ def infer_then_train(method: str, **options: Any) -> bool:
 
 
 def test_inference_mode_leaves_the_module_fit_for_training() -> None:
-    with RankPool(2, timeout_s=20) as pool:
+    with RankPool(2, timeout_s=LONG_S) as pool:
         for train in (partial(infer_then_train, "mesh", tile=(2, 1)), partial(infer_then_train, "ulysses")):
             assert pool.run(train) == [True, True]
 
@@ -90,7 +91,7 @@ def shards_between() -> list[int]:
 
 def test_what_is_assigned_between_calls_leaves_no_rank_alone() -> None:
     """A rank that looks for an engine that the other has would wait for it."""
-    with RankPool(2, timeout_s=20) as pool:
+    with RankPool(2, timeout_s=LONG_S) as pool:
         assert pool.run(shards_between) == [[3, 2, 3, 3], [2, 2, 2, 2]]
 
 

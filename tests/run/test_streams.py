@@ -27,9 +27,8 @@ from sp_bench.run.transport import AloneTransport, Call, Key, Message, NextTrans
 from tests.run import jobs
 from tests.support.marks import exhaustive
 from tests.support.problems import all_methods, splittable_problem
+from tests.support.processes import LONG_S
 from tests.support.ranks import WORLD, Ranks
-
-PATIENCE_S = 20.0
 
 
 def one_rank(method: Method, problem: Problem, transport: Transport) -> tuple[Engine, list[Tensor]]:
@@ -78,7 +77,7 @@ def test_a_partial_is_received_before_the_one_to_be_sent_is_computed(
     block = getattr(kernel, called)
 
     def patient(self: object, *args: Tensor | Mask) -> tuple[Tensor, ...]:
-        posted.append(transport.ahead.wait(PATIENCE_S))
+        posted.append(transport.ahead.wait(LONG_S))
         return block(self, *args)
 
     if phase == "forward":

@@ -101,7 +101,7 @@ class SlurmBox:
     def start_soon(self, job: str) -> None:
         """Let a job that was requeued begin, which else waits for two minutes.
 
-        A node fails what begins on it within the second in which the job was killed there, as its credential is revoked.
+        A node refuses a job within the second in which it was killed there, by its credential, and the job fails.
         """
         self.run("scontrol", "update", f"jobid={job}", "starttime=now+3")
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-PATIENCE_S, HEIGHT = 30, 1000
+from tests.support.processes import LONG_S
+
+HEIGHT = 1000
 
 
 class Browser:
@@ -19,7 +21,7 @@ class Browser:
         from sp_bench.analysis.studies.explorer import chromium
 
         self._chromium, self.driver = chromium, chromium.start(profile)
-        self.driver.set_script_timeout(PATIENCE_S)
+        self.driver.set_script_timeout(LONG_S)
 
     def open(self, address: str, width: int = 1280, *, dark: bool = False, **state: Any) -> None:
         """Open a page in a window of that width, with a state in its address, and wait for its chart."""
@@ -34,7 +36,7 @@ class Browser:
 
     def until(self, condition: str) -> None:
         """Wait until a JavaScript expression is true."""
-        self._chromium.wait_until(self.driver, condition, PATIENCE_S)
+        self._chromium.wait_until(self.driver, condition, LONG_S)
 
     def click(self, selector: str) -> None:
         """Click on an element as a user does, and wait until the page is drawn again if it is."""

@@ -23,6 +23,7 @@ from sp_bench.labs.shaped.hosts import FIRST_ADDRESS, IPV4, ShapedHosts
 from sp_bench.measure.pool import RankPool
 from tests.labs.shaped import jobs
 from tests.support.hosts import BURST_BYTES, LINK_BYTES_PER_S, described
+from tests.support.processes import LONG_S
 
 ROOT = Path(__file__).parents[3]
 PAYLOAD_BYTES = 2**20
@@ -234,7 +235,7 @@ def test_a_killed_owner_leaves_nothing_and_others_keep_theirs(pair: ShapedHosts)
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LONG_S
     while left & namespaces_of_processes() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left & namespaces_of_processes()
