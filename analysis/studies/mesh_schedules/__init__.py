@@ -1,9 +1,10 @@
-"""Mesh-Attention's schedules over a certified bound."""
+"""Mesh-Attention's schedules over a certified bound, and their steps on clusters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sp_bench.analysis.measured import known
 from sp_bench.analysis.runs import Runs
 from sp_bench.cli.compose import Composer
 from sp_bench.methods import build
@@ -13,6 +14,21 @@ from sp_bench.point import resolve
 
 GPUS = (16, 64, 256)
 HEAD = ["gpus", "tile", "phase", "bound ms", "paper", "searched"]
+CLUSTERS = (
+    ("h200_ndr400", "16", "256k"),
+    ("h200_ndr400", "64", "256k"),
+    ("a100_hdr200", "64", "128k"),
+    ("b200", "32", "256k"),
+)
+"""Those with shorter blocks or hops than the default point, GPUs and tokens."""
+MODEL = ("heads=32", "kv_heads=32", "head_dim=128", "causal=false")
+SEARCHED = ("method=mesh", "method.schedule=searched")
+SCHEDULES = {
+    "the paper's": ("method=mesh",),
+    "searched": SEARCHED,
+    "2 slices": (*SEARCHED, "method.slices=2"),
+    "4 slices": (*SEARCHED, "method.slices=4"),
+}
 
 
 def rows(gpus: int) -> Iterator[list[str]]:
@@ -36,3 +52,17 @@ def rows(gpus: int) -> Iterator[list[str]]:
 def table(_: Runs) -> list[dict[str, str]]:
     """The rows of all numbers of GPUs."""
     return [dict(zip(HEAD, row, strict=True)) for gpus in GPUS for row in rows(gpus)]
+
+
+def clusters(runs: Runs) -> list[dict[str, str]]:
+    """Simulated steps in ms of schedules and slices, each with its fastest tile."""
+    rows = []
+    for cluster, gpus, seqlen in CLUSTERS:
+        common = ["mode=simulate", f"cluster={cluster}", f"gpus={gpus}", f"seqlen={seqlen}", *MODEL]
+        records = runs.ok([(*common, *keys) for keys in SCHEDULES.values()])
+        row = {"cluster": cluster, "GPUs": gpus, "tokens": seqlen, "compute": f"{known(records[0].compute_ms):.1f}"}
+        for name, record in zip(SCHEDULES, records, strict=True):
+            tile = (record.variant or "").split()[0]
+            row[name] = f"{known(record.step_ms_median):.1f} ({tile})"
+        rows.append(row)
+    return rows

@@ -38,19 +38,6 @@ OTHER_POINTS = (
 """Points in which blocks wait for hops on any machine, or hops are short."""
 FREE: dict[str, float] = dict.fromkeys((*OF_CORES, "crowd_latency_s", "turn_s", "ahead_bytes"), 0.0)
 """Figures of hosts whose messages use no cores, and which share links and cores evenly."""
-CLUSTERS = (
-    ("h200_ndr400", "16", "256k"),
-    ("h200_ndr400", "64", "256k"),
-    ("a100_hdr200", "64", "128k"),
-    ("b200", "32", "256k"),
-)
-MODEL = ("heads=32", "kv_heads=32", "head_dim=128", "causal=false")
-SCHEDULES = {
-    "the paper's": ("method=mesh",),
-    "searched": SEARCHED,
-    "2 slices": SLICED,
-    "4 slices": (*SEARCHED, "method.slices=4"),
-}
 
 
 @cache
@@ -116,17 +103,3 @@ def simulated_ms(record: Record, **hosts: float) -> float:
 
 def _simulated_request(record: Record) -> Request:
     return resolve({**(record.config or {}), "mode": "simulate"})
-
-
-def simulated(runs: Runs) -> list[dict[str, str]]:
-    """Simulated steps in ms of Mesh's schedules and slices, on clusters with shorter blocks and hops."""
-    rows = []
-    for cluster, gpus, seqlen in CLUSTERS:
-        common = ["mode=simulate", f"cluster={cluster}", f"gpus={gpus}", f"seqlen={seqlen}", *MODEL]
-        records = runs.ok([(*common, *keys) for keys in SCHEDULES.values()])
-        row = {"cluster": cluster, "GPUs": gpus, "tokens": seqlen, "compute": f"{known(records[0].compute_ms):.1f}"}
-        for name, record in zip(SCHEDULES, records, strict=True):
-            tile = (record.variant or "").split()[0]
-            row[name] = f"{known(record.step_ms_median):.1f} ({tile})"
-        rows.append(row)
-    return rows
