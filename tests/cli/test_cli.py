@@ -19,7 +19,7 @@ from sp_bench.__main__ import main
 from sp_bench.cli.compose import Composer
 from sp_bench.plan.method import PHASES
 from tests.support.marks import exhaustive
-from tests.support.processes import LONG_S
+from tests.support.processes import wait_for
 from tests.support.typed import Known
 
 LOCAL = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "iters=3", "warmup=1"]
@@ -435,17 +435,19 @@ def test_a_rank_that_dies_or_hangs(sent: signal.Signals, status: str, why: str, 
 
 def _wait_for_ranks(parent: int, n: int) -> list[int]:
     """The rank processes below `parent`, in order of their start."""
-    deadline = time.monotonic() + LONG_S
-    while time.monotonic() < deadline:
+    ranks = list[int]()
+
+    def started() -> bool:
+        nonlocal ranks
         below = {parent}
         for _ in range(3):
             below |= {pid for pid, ppid in _processes() if ppid in below}
         servers = {ppid for pid, ppid in _processes() if pid in below and ppid in below and ppid != parent}
         ranks = sorted(pid for pid, ppid in _processes() if ppid in servers)
-        if len(ranks) == n:
-            return ranks
-        time.sleep(0.1)
-    raise AssertionError("the ranks did not start")
+        return len(ranks) == n
+
+    wait_for(started, "the ranks to start")
+    return ranks
 
 
 def _processes() -> list[tuple[int, int]]:

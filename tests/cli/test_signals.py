@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 from sp_bench import records
 from sp_bench.analysis.studies.killed_processes import MARK, Trial, marked, run, undisturbed_s
 from tests.support.marks import exhaustive
-from tests.support.processes import LONG_S
+from tests.support.processes import LONG_S, wait_for
 
 ROOT = Path(__file__).parents[2]
 POINT = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "warmup=1", "logger=none"]
@@ -66,13 +65,6 @@ class Sweep:
         found = records.read_all(self.folder)
         assert {record.status for record in found} <= {"ok"}
         return {r.seqlen: (self.folder / f"{r.run_id}.json").stat().st_mtime_ns for r in found}
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited for {what}"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("told", [os.kill, exhaustive(os.killpg)])

@@ -25,7 +25,7 @@ from sp_bench.measure.thread_dump import as_json
 from sp_bench.point import measured
 from tests.measure import jobs
 from tests.support.marks import exhaustive
-from tests.support.processes import LONG_S, SHORT_S, is_running, survivors
+from tests.support.processes import LONG_S, SHORT_S, is_running, survivors, wait_for
 
 N = 3
 
@@ -37,13 +37,19 @@ def shared() -> Iterator[RankPool]:
         yield pool
 
 
+NOTICED_S = 30.0
+"""By so much the end of a rank is noticed before the pool's patience ends, or a hang after it."""
+
+
 def failure_of(how: str, others: str, *, timeout_s: float = 60.0, reports: int = 0) -> RankFailure:
     """The error of a new pool when rank BAD goes wrong; its processes must be gone by then."""
     with RankPool(N, timeout_s) as pool:
         pids = pool.pids
         pool.run(jobs.total)
+        started = time.monotonic()
         with pytest.raises(RankFailure) as caught:
             pool.run(jobs.go_wrong, how, others, reports)
+        assert time.monotonic() - started < min(timeout_s, NOTICED_S) + NOTICED_S
         assert not pool.alive
         assert survivors(pids) == []
     return caught.value
@@ -288,9 +294,7 @@ def test_a_killed_parent_leaves_no_orphan(state: str, tmp_path: Path) -> None:
         )
     pids: list[int] = []
     try:
-        deadline = time.monotonic() + LONG_S
-        while not answer.read_text().endswith("\n") and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for(lambda: answer.read_text().endswith("\n"), "the pids of the ranks")
         pids = [int(pid) for pid in answer.read_text().split()]
         assert len(pids) == N and all(is_running(pid) for pid in pids)
         time.sleep(0.5)

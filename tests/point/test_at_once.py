@@ -18,7 +18,7 @@ from sp_bench.point import run_points
 from sp_bench.point.at_once import ProcessEndedError, Worker, forked, processes_here
 from sp_bench.records import Record
 from tests.support.points import point
-from tests.support.processes import LONG_S, survivors
+from tests.support.processes import survivors, wait_for
 
 ROOT = Path(__file__).parents[2]
 PARENT = """
@@ -105,9 +105,8 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     with answer.open("w") as stdout:
         parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=stdout, cwd=ROOT)
     try:
-        deadline = time.monotonic() + LONG_S
-        while len(pids := answer.read_text().split()) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for(lambda: len(answer.read_text().split()) >= 2, "both processes to start")
+        pids = answer.read_text().split()
         assert len(pids) == 2
     finally:
         parent.kill()

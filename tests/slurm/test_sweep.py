@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import re
@@ -10,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,25 +23,20 @@ from sp_bench.slurm.sweep import main
 from sp_bench.slurm.watching import watch
 from tests.slurm import testcluster
 from tests.slurm.testcluster import SlurmBox
+from tests.support import processes
 
 POINT = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "warmup=1", "logger=none"]
 SRUN = ["srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", f"--chdir={ROOT}"]
 SRUN += [sys.executable, "-m", "sp_bench", *POINT]
 """The command line on two nodes with two ranks each."""
 PATIENCE_S = 300.0
+wait_for = partial(processes.wait_for, patience_s=PATIENCE_S, every_s=0.2)
 
 
 def srun(box: SlurmBox, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The records that came out of it."""
     command, environment = [*SRUN, *arguments], box.environment()
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
-
-
-def wait_for(condition: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited for {what}"
-        time.sleep(0.2)
 
 
 @pytest.mark.long
@@ -117,8 +111,6 @@ class Run:
         keys |= {"slurm.most_at_once": "1"} | dict(change.split("=", 1) for change in changes)
         assert main(["sweep=cpu_methods", *(f"{key}={value}" for key, value in keys.items())]) == 0
         self.sweep = Sweep.read(folder)
-        self.started: set[int] = set()
-        """SLURM's own ids of tasks that were told to start."""
 
     def running(self) -> dict[str, int]:
         """SLURM's own id of each array task that runs, by job and task."""
@@ -129,11 +121,7 @@ class Run:
         return self._in("PENDING")
 
     def ended(self) -> bool:
-        """Whether no task is left; those that wait needn't wait for two minutes after a node failure, as SLURM says."""
-        for own in set(self.waiting().values()) - self.started:
-            with contextlib.suppress(subprocess.CalledProcessError):  # it has begun meanwhile
-                self.box.start_soon(str(own))
-            self.started.add(own)
+        """Whether no task is left."""
         return not self.waiting() and not self.running()
 
     def logs(self) -> list[Path]:
@@ -166,6 +154,7 @@ def test_a_sweep_that_is_disturbed(box: SlurmBox, tmp_path: Path, capsys: pytest
     box.restart_controller()
     wait_for(lambda: box.nodes()[node] in ("idle", "mixed"), "the node to come back")
     assert failed in run.waiting(), "SLURM runs a task again whose node has failed"
+    box.start_soon(failed)
     assert main(["status", str(run.folder)]) == 0
     assert "12 points" in capsys.readouterr().out
     assert main(["resume", str(run.folder)]) == 0

@@ -21,20 +21,21 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sp_bench.errors import RequestError
 from sp_bench.terminal import say
+from tests.support.processes import wait_for
 
 FOLDER = Path("/tmp/sp_bench-slurm")
 PACKAGES = {"munged": "munge", "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm"}
 """The Debian package of each program that is needed."""
 PORTS = range(20_000, 32_000)
 """Ports below those that systems give to outgoing connections, so that a restarted daemon gets its own again."""
-PATIENCE_S = 60.0
+_wait_for = partial(wait_for, patience_s=60.0, every_s=0.1)
 LOOPBACK = "127.0.0.1"
 SLURM_CONF = Path(__file__).with_name("testcluster.conf")
 """The template of slurm.conf."""
@@ -198,15 +199,6 @@ def _free_ports(count: int) -> list[int]:
         if len(ports) == count:
             break
     return ports
-
-
-def _wait_for(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    """Wait until condition() is true. Raises TimeoutError after `patience_s`."""
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {patience_s:g} s for {what}")
-        time.sleep(0.1)
 
 
 def _processes(name: str) -> list[int]:

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from sp_bench.labs.shaped.hosts import FIRST_ADDRESS, IPV4, ShapedHosts
 from sp_bench.measure.pool import RankPool
 from tests.labs.shaped import jobs
 from tests.support.hosts import BURST_BYTES, LINK_BYTES_PER_S, described
-from tests.support.processes import LONG_S
+from tests.support.processes import wait_for
 
 ROOT = Path(__file__).parents[3]
 PAYLOAD_BYTES = 2**20
@@ -235,10 +234,7 @@ def test_a_killed_owner_leaves_nothing_and_others_keep_theirs(pair: ShapedHosts)
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-    deadline = time.monotonic() + LONG_S
-    while left & namespaces_of_processes() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left & namespaces_of_processes()
+    wait_for(lambda: not left & namespaces_of_processes(), "the namespaces of the dead owner to go")
     assert namespaces.call_inside(pair.place_of(1), interfaces) == ["lo", "shaped0"]
 
 
