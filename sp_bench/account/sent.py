@@ -10,7 +10,7 @@ import numpy as np
 
 from sp_bench.cluster import Cluster
 from sp_bench.plan.demand import demand
-from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.groups import Exchange, Group, members
 from sp_bench.plan.ops import Collective, Pass, Plan, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Kind, Tensor, named
@@ -112,7 +112,7 @@ def traffic(plan: Plan, problem: Problem, cluster: Cluster | None = None) -> Tra
         assert isinstance(op, Transfer)
         for pair, sizes in zip(peers(op), messages(op, problem, ranks, wanted.get(index)), strict=True):
             _add(sent, pair, len(same) * sum(sizes.values()), problem.n)
-    return [*((group.member(ranks, shift), total) for (group, shift), total in sent.items()), *by_flow]
+    return [*((members(group, shift, problem.n), total) for (group, shift), total in sent.items()), *by_flow]
 
 
 def _add(sent: dict[Pair, np.ndarray], pair: Pair, size: np.ndarray | int, n: int) -> None:

@@ -45,6 +45,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -194,8 +195,12 @@ class KernelTable:
     """The smallest block, in tokens, that every table of rates covers."""
     waves: Waves | None
     """None: rates don't depend on the number of thread blocks."""
-    rates: Mapping[str, Curve | Surface]
-    """TFLOP/s in full waves, by `phase_mask`, such as forward_causal."""
+    points: Mapping[str, Mapping[tuple[int, int], float]]
+    """TFLOP/s of blocks of so many queries and keys, by `phase_mask`, such as forward_causal."""
+    timed_heads: int
+    """The heads of these blocks."""
+    timed_tokens: int | None
+    """The tokens of the batch that they are of; None: each is a batch of its own."""
     variable: Mapping[str, float]
     """The rate of a call for variable lengths over those of its pieces, by `phase_mask`; 1 where it is missing."""
     variable_least_s: Mapping[str, float]
@@ -210,12 +215,6 @@ class KernelTable:
         tile, order, per_sm = rates.tile_tokens, rates.causal_order, rates.blocks_per_sm
         waves = Waves(sms=sms, tile_tokens=tile, causal_order=order, per_sm=per_sm) if sms and tile else None
         points = {rate: rates.points(rate) for rate in RATES}
-        if waves:
-            points = {rate: _lengthened(known) if waves.late(rate) else known for rate, known in points.items()}
-            points = {
-                rate: _in_full_waves(rate, known, waves, rates.heads or 1, rates.total_tokens)
-                for rate, known in points.items()
-            }
         return cls(
             kernel=rates.kernel or name,
             figures=rates.figures,
@@ -224,11 +223,29 @@ class KernelTable:
             dtypes=rates.dtypes,
             smallest=max(min(min(pair) for pair in known) for known in points.values()),
             waves=waves,
-            rates={rate: _shape(known) for rate, known in points.items()},
+            points=points,
+            timed_heads=rates.heads or 1,
+            timed_tokens=rates.total_tokens,
             variable=rates.variable,
             variable_least_s={**rates.variable_least_s},
             variable_block_s={**rates.variable_block_s},
         )
+
+    @cached_property
+    def rates(self) -> Mapping[str, Curve | Surface]:
+        """TFLOP/s in full waves, by `phase_mask`: found when they are asked for, as a point needs one table of many."""
+        return {rate: _shape(self._in_full_waves(rate, known)) for rate, known in self.points.items()}
+
+    def _in_full_waves(self, name: str, known: Mapping[tuple[int, int], float]) -> Mapping[tuple[int, int], float]:
+        """The rates divided by the fill of their waves."""
+        if not self.waves:
+            return known
+        in_full = {}
+        for (q_tokens, kv_tokens), rate in (_lengthened(known) if self.waves.late(name) else known).items():
+            batch = max(self.timed_tokens // q_tokens, 1) if self.timed_tokens else 1
+            tokens = _outer(name.partition("_")[0], q_tokens, kv_tokens)
+            in_full[q_tokens, kv_tokens] = rate / self.waves.fill(name, tokens, batch * self.timed_heads)
+        return in_full
 
     def fits(self, problem: Problem) -> bool:
         """Whether the table has the problem's dtype and head_dim, and its kernel takes the problem's values: padded to
@@ -307,18 +324,6 @@ def _lengthened(points: Mapping[tuple[int, int], float]) -> dict[tuple[int, int]
     """
     longest, _ = max(points)
     return {**points, (LONGER * longest, LONGER * longest): points[longest, longest]}
-
-
-def _in_full_waves(
-    name: str, points: Mapping[tuple[int, int], float], waves: Waves, heads: int, total_tokens: int | None
-) -> dict[tuple[int, int], float]:
-    """The rates divided by the fill of their waves."""
-    in_full = {}
-    for (q_tokens, kv_tokens), rate in points.items():
-        batch = max(total_tokens // q_tokens, 1) if total_tokens else 1
-        tokens = _outer(name.partition("_")[0], q_tokens, kv_tokens)
-        in_full[q_tokens, kv_tokens] = rate / waves.fill(name, tokens, batch * heads)
-    return in_full
 
 
 def _shape(points: Mapping[tuple[int, int], float]) -> Curve | Surface:

@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 
 from sp_bench.plan.block_classes import block_classes
-from sp_bench.plan.casts import Casts, Gathering, Keys, Work, casts
+from sp_bench.plan.casts import Casts, Gathering, Keys, Work, Works, casts
 from sp_bench.plan.groups import Grid, Group
 from sp_bench.plan.ops import Chunk, Gathered, GroupCast, GroupReduce, Place, Plan, RowCollective, relays
 from sp_bench.plan.problem import Problem
@@ -43,7 +43,11 @@ def rows_moved(op: RowCollective, problem: Problem, rank) -> np.ndarray:
 
     In a GroupCast that of #u goes to the rank whose #u it is itself, in a GroupReduce to the owner of #u.
     """
-    return rows_from(op, problem, rank) if isinstance(op, GroupReduce) else rows_wanted(op, problem, rank)
+    rows_of, degree = rows_from if isinstance(op, GroupReduce) else rows_wanted, problem.layout.head_parallel
+    if np.size(rank) < problem.n or not np.array_equal(rank, np.arange(problem.n)):
+        return rows_of(op, problem, rank)
+    # The ranks that split a chunk's heads have the same.
+    return np.repeat(rows_of(op, problem, rank[::degree]), degree, axis=1)
 
 
 def rows_from(op: RowCollective, problem: Problem, rank) -> np.ndarray:
@@ -150,11 +154,18 @@ def find_regions(plan: Plan, problem: Problem, rank: int) -> None:
 
 def works_of(op: Gathered, problem: Problem) -> tuple[list[Work], np.ndarray]:
     """The different works of a Gathered block, and which of them each rank has: (ranks,)."""
-    degree = problem.layout.head_parallel
-    firsts = np.arange(0, problem.n, degree)  # the ranks that split a chunk's heads have the same
-    holders = op.rank_own.owner(firsts) // degree
-    members = np.stack([chunk.owner(firsts) // degree for chunk in op.brought], axis=1)
-    works, of = casts_of(op, problem).works(holders, members, max(map(relays, op.brought)), forward=op.forward)
+    brought = tuple((chunk.place, relays(chunk)) for chunk in op.brought)
+    of_both = _works(casts_of(op, problem), op.rank_own.place, brought, problem.n, problem.layout.head_parallel)
+    return [work[not op.forward] for work in of_both[0]], of_both[1]
+
+
+@lru_cache(maxsize=64)  # kernels and folds of both phases have the same, and variants with fewer or more slices
+def _works(
+    found: Casts | QueryCasts, own: Place, brought: tuple[tuple[Place, int], ...], n: int, degree: int
+) -> tuple[list[Works], np.ndarray]:
+    firsts = np.arange(0, n, degree)  # the ranks that split a chunk's heads have the same
+    owners = [place.home.member(firsts, place.index) // degree for place in (own, *(place for place, _ in brought))]
+    works, of = found.works(owners[0], np.stack(owners[1:], axis=1), max(relayed for _, relayed in brought))
     return works, np.repeat(of, degree)
 
 

@@ -7,7 +7,7 @@ neighbouring keys, whoever sent them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -77,6 +77,16 @@ class Work(NamedTuple):
     """How many keys a query sees."""
 
 
+Works = tuple[Work, Work]
+"""The work forward, and backward."""
+
+
+def works_in(regions: Regions) -> Works:
+    """The work of regions forward, and backward, where they are cut along keys."""
+    rows = rows_seen(regions)
+    return Work(sizes_of(regions), *rows), Work(sizes_of(by_keys(regions)), *rows)
+
+
 @dataclass(frozen=True, eq=False)
 class Casts:
     """The rows that chunks need of each other, under one mask and layout."""
@@ -93,7 +103,7 @@ class Casts:
     """Pairs of chunks that are left out (`leaving_out`)."""
     _rows: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict, init=False, repr=False)
     _keys: dict[Gathering, Keys] = field(default_factory=dict, init=False, repr=False)
-    _works: dict[Gathering, tuple[Work, Work]] = field(default_factory=dict, init=False, repr=False)
+    _works: dict[Gathering, Works] = field(default_factory=dict, init=False, repr=False)
     _relayed: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False, repr=False)
     _kinds: dict[bytes, Gathering] = field(default_factory=dict, init=False, repr=False)
 
@@ -184,15 +194,16 @@ class Casts:
         """A block's runs of queries, and those of its keys in order of position."""
         return self.query_runs[of.queries], [Runs(start, start + tokens)]
 
-    def _regions(self, of: Gathering) -> Regions:
-        """The regions of `keys`, without the order of the rows, which takes as long to find."""
-        if of in self._keys:
-            return self._keys[of].regions
-        if not self._counts_of(of).any():
-            return ()
-        start, tokens, _ = self._lying(of)
-        by_position = np.argsort(start)
-        return regions_of_runs(self.pack, [self._block(of, start[by_position], tokens[by_position])])[0]
+    def _regions(self, wanted: Sequence[Gathering]) -> dict[Gathering, Regions]:
+        """The regions of `keys` of each, without the order of the rows, which takes as long to find."""
+        regions = {of: self._keys[of].regions if of in self._keys else () for of in wanted}
+        seen = [of for of in wanted if of not in self._keys and self._counts_of(of).any()]
+        blocks = list[tuple[Runs, list[Runs]]]()
+        for of in seen:
+            start, tokens, _ = self._lying(of)
+            by_position = np.argsort(start)
+            blocks.append(self._block(of, start[by_position], tokens[by_position]))
+        return regions | dict(zip(seen, regions_of_runs(self.pack, blocks) if blocks else (), strict=True))
 
     def _counts_of(self, of: Gathering) -> np.ndarray:
         """How many rows a block's queries, or the neighbours that it relays for, see of each member: (members,)."""
@@ -233,10 +244,8 @@ class Casts:
         runs[0][place], runs[1][place] = start, stop - start
         return runs[0], runs[1]
 
-    def works(
-        self, queries: np.ndarray, members: np.ndarray, relays: int = 1, *, forward: bool
-    ) -> tuple[list[Work], np.ndarray]:
-        """The different works of some blocks, and which of them each has.
+    def works(self, queries: np.ndarray, members: np.ndarray, relays: int = 1) -> tuple[list[Works], np.ndarray]:
+        """The different works of some blocks, forward and backward, and which of them each has.
 
         `queries` is the query chunk of each block, (blocks,), `members` its key chunks, (blocks, members).
         """
@@ -246,16 +255,17 @@ class Casts:
         if codes is not None:
             _, first, of = np.unique(codes, axis=0, return_index=True, return_inverse=True)
             each = [self._kinds.setdefault(codes[i].tobytes(), blocks[i]) for i in first.tolist()]
-            return [self.work(*block, forward=forward) for block in each], of.ravel()
-        return [self.work(*block, forward=forward) for block in blocks], np.arange(len(blocks))
+            return self._works_of(each), of.ravel()
+        return self._works_of(blocks), np.arange(len(blocks))
 
-    def work(self, queries: int, members: tuple[int, ...], relays: int = 1, *, forward: bool) -> Work:
-        """The work of the regions of `keys`, backward of those cut along keys. It is found once."""
-        if (of := Gathering(queries, members, relays)) not in self._works:
-            regions = self._regions(of)
-            rows = rows_seen(regions)
-            self._works[of] = Work(sizes_of(regions), *rows), Work(sizes_of(by_keys(regions)), *rows)
-        return self._works[of][not forward]
+    def work(self, queries: int, members: tuple[int, ...], relays: int = 1) -> Works:
+        """The work of the regions of `keys`, forward, and backward of those cut along keys. It is found once."""
+        return self._works_of([Gathering(queries, members, relays)])[0]
+
+    def _works_of(self, blocks: Sequence[Gathering]) -> list[Works]:
+        unknown = [of for of in dict.fromkeys(blocks) if of not in self._works]
+        self._works.update({of: works_in(regions) for of, regions in self._regions(unknown).items()})
+        return [self._works[of] for of in blocks]
 
     @property
     def chunks(self) -> int:

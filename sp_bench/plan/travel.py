@@ -20,10 +20,9 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from sp_bench.plan.casts import Casts, Gathering, Keys, Work, casts
+from sp_bench.plan.casts import Casts, Gathering, Keys, Works, casts, works_in
 from sp_bench.plan.intervals import regions_of_runs
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.region_table import by_keys, rows_seen, sizes_of
 from sp_bench.plan.runs import Runs, whole_numbers
 from sp_bench.plan.sighted import Sighted, sighted
 from sp_bench.plan.tensors import DKV, DOQ, DQ, KV, O, Q, Tensor
@@ -48,7 +47,7 @@ class QueryCasts:
     seeing: Sighted
     """The queries of all pairs that see a key."""
     _blocks: dict[Gathering, Keys] = field(default_factory=dict, init=False, repr=False)
-    _works: dict[Gathering, tuple[Work, Work]] = field(default_factory=dict, init=False, repr=False)
+    _works: dict[Gathering, Works] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def counts(self) -> np.ndarray:
@@ -92,23 +91,19 @@ class QueryCasts:
             for each, regions in zip(seen, regions_of_runs(self.every.pack, blocks), strict=True):
                 self._blocks[each] = self._blocks[each]._replace(regions=regions)
 
-    def works(
-        self, keys: np.ndarray, members: np.ndarray, relays: int = 1, *, forward: bool
-    ) -> tuple[list[Work], np.ndarray]:
-        """The works of some blocks, and the number of each: `keys` is the key chunk of each, (blocks,), `members` its
-        query chunks, (blocks, members).
+    def works(self, keys: np.ndarray, members: np.ndarray, relays: int = 1) -> tuple[list[Works], np.ndarray]:
+        """The works of some blocks, forward and backward, and the number of each: `keys` is the key chunk of each,
+        (blocks,), `members` its query chunks, (blocks, members).
         """
         pairs = zip(keys.tolist(), map(tuple, members.tolist()), strict=True)
         blocks = [Gathering(*pair, relays) for pair in pairs]
         self.find(blocks)
-        return [self._work(each, forward=forward) for each in blocks], np.arange(len(blocks))
+        return [self._work(each) for each in blocks], np.arange(len(blocks))
 
-    def _work(self, of: Gathering, *, forward: bool) -> Work:
+    def _work(self, of: Gathering) -> Works:
         if of not in self._works:
-            regions = self.keys(*of).regions
-            rows = rows_seen(regions)
-            self._works[of] = Work(sizes_of(regions), *rows), Work(sizes_of(by_keys(regions)), *rows)
-        return self._works[of][not forward]
+            self._works[of] = works_in(self.keys(*of).regions)
+        return self._works[of]
 
     def _runs(self, keys: int, queries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Runs of `rows`: (the position of the first, the first row, how many), (runs,) each."""

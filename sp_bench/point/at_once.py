@@ -124,9 +124,16 @@ class Worker:
         self._process.join()
 
 
-def _answer(function: Callable, items: Sequence[Any], pipe: Connection) -> None:
+def as_worker() -> None:
+    """Have this forked process end with its parent, and write by streams of its own: a thread of the parent may have
+    had the locks of the others.
+    """
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     end_with_parent()
+
+
+def _answer(function: Callable, items: Sequence[Any], pipe: Connection) -> None:
+    as_worker()
     with suppress(EOFError, OSError):
         while (index := pipe.recv()) is not None:
             try:

@@ -12,7 +12,7 @@ from sp_bench.cluster.topology import Network
 from sp_bench.lower import lower
 from sp_bench.plan.cast_rows import rows_moved
 from sp_bench.plan.demand import demand
-from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.groups import Exchange, Group, members
 from sp_bench.plan.ops import AllGather, Pass, Plan, ReduceScatter, RowCollective, Transfer, TreeReduce
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import messages, peers
@@ -76,7 +76,7 @@ def _latency_s(plan: Plan, problem: Problem, cluster: Cluster, pipelined: Contai
     @cache
     def latency_s(group: Group | Exchange, shift: int) -> np.ndarray:
         """The latency of a message of each rank: (n,)."""
-        return network.routes_to(group.member(ranks, shift)).latency_s
+        return network.routes_to(members(group, shift, plan.n)).latency_s
 
     @cache
     def longest_s(pairs: tuple[tuple[Group | Exchange, int], ...]) -> np.ndarray:

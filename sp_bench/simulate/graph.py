@@ -20,7 +20,7 @@ from sp_bench.cluster.emulation import Message, Wire
 from sp_bench.errors import RequestError
 from sp_bench.lower import Waits, lower
 from sp_bench.lower.early import by_messages
-from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.groups import Exchange, Group, members
 from sp_bench.plan.ops import (
     BLOCKS,
     AllToAll,
@@ -429,7 +429,7 @@ class _Builder:
     def _path(self, group: Group | Exchange, shift: int) -> Path:
         """The path of every simulated rank's message to the rank `shift` ahead in the group."""
         if (group, shift) not in self.paths:
-            target = group.member(np.arange(self.problem.n), shift)
+            target = members(group, shift, self.problem.n)
             self.paths[group, shift] = collectives.path_to(target, self.network, self.quotient, capped=True)
         return self.paths[group, shift]
 
