@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from sp_bench.plan.blocks import Blocks
 from sp_bench.plan.groups import Grid, Group
 from sp_bench.plan.ops import Block, Chunk, Place, Plan, keep
 from sp_bench.plan.pack_blocks import PackBlocks
@@ -27,11 +28,31 @@ class BlockClasses:
 
     first: Mapping[int, int]
     """By operation that computes blocks, the row of its first one; `op.blocks` are in consecutive rows."""
-    of: np.ndarray
-    """(blocks, n) The class of each block on each rank, in the smallest integers that hold it."""
+    find: Callable[[np.ndarray], np.ndarray]
+    """The class of each block on each of some ranks, in the smallest integers that hold it: (ranks,) -> (blocks,
+    ranks)."""
+    n: int
     nothing: int | None = None
     """The number that stands for a pair of chunks that the operation has nothing to do with on a rank (ops.Pairs): one
     above all classes. None if there are no such operations."""
+    _on: dict[bytes, np.ndarray] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def of(self) -> np.ndarray:
+        """The class of each block on each rank: (blocks, n)."""
+        return self.find(np.arange(self.n))
+
+    def on(self, ranks: np.ndarray) -> np.ndarray:
+        """The class of each block on each of some ranks: (blocks, ranks). Those of a few ranks are found without those
+        of all, and kept until others are asked for.
+        """
+        if ranks.size == self.n:
+            return self.of
+        key = ranks.tobytes()
+        if key not in self._on:
+            self._on.clear()
+            self._on[key] = self.of[:, ranks] if "of" in self.__dict__ else self.find(ranks)
+        return self._on[key]
 
     def by_number(self, by_class: np.ndarray) -> np.ndarray:
         """A quantity of each class, (classes,), with 0 for `nothing`."""
@@ -91,11 +112,13 @@ def _without_others(classes: BlockClasses, plan: Plan, apart: Sequence[int], pro
         q, kv = (_owners([getattr(block, x).place for block in op.blocks], ranks) // degree for x in ("q", "kv"))
         rows = of[classes.first[index] : classes.first[index] + len(op.blocks)]
         rows[travels[q, kv] != (op.pairs == "queries")] = nothing
-    return BlockClasses(classes.first, of, nothing)
+    return BlockClasses(classes.first, partial(np.take, of, axis=1), plan.n, nothing)
 
 
 def _find(plan: Plan, problem: Problem) -> BlockClasses:
-    """Chunks have few places, so that each place's owners are found once."""
+    """The classes of the blocks, of any layout with this numbering. Chunks have few places: each one's owners are found
+    once.
+    """
     numbers = dict[Place, int]()
 
     def number(chunk: Chunk) -> int:
@@ -106,14 +129,17 @@ def _find(plan: Plan, problem: Problem) -> BlockClasses:
         if isinstance(op, Block):
             first[index] = len(pairs)
             pairs += [(number(block.q), number(block.kv)) for block in op.blocks]
-    of = np.empty((len(pairs), plan.n), np.min_scalar_type(max(problem.blocks.classes - 1, 0)))
-    if not pairs:
-        return BlockClasses(first, of)
-    owner, both = _owners([*numbers], np.arange(plan.n, dtype=np.int32)), np.array(pairs)
+    return BlockClasses(first, partial(_found, problem.blocks, [*numbers], np.array(pairs).reshape(-1, 2)), plan.n)
+
+
+def _found(blocks: Blocks, places: Sequence[Place], pairs: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """The class of each block, of which `pairs` has the places of its queries and keys, on some ranks."""
+    of = np.empty((len(pairs), ranks.size), np.min_scalar_type(max(blocks.classes - 1, 0)))
+    owner = _owners(places, ranks.astype(np.int32))
     for start in range(0, len(pairs), BLOCKS_AT_ONCE):
-        q, kv = both[start : start + BLOCKS_AT_ONCE].T
-        of[start : start + BLOCKS_AT_ONCE] = problem.blocks.of(owner[q], owner[kv])
-    return BlockClasses(first, of)
+        q, kv = pairs[start : start + BLOCKS_AT_ONCE].T
+        of[start : start + BLOCKS_AT_ONCE] = blocks.of(owner[q], owner[kv])
+    return of
 
 
 def _owners(places: Sequence[Place], ranks: np.ndarray) -> np.ndarray:

@@ -155,8 +155,7 @@ class OperationCosts:
             seconds[row], calls[row] = segment.rest_s, segment.calls
         sizes = np.array([len(segment.rows) for segment in segments])
         if sizes.any():
-            of = self._classes.of[[row for segment in segments for row in segment.rows]]
-            of = of if ranks.size == of.shape[1] else of[:, ranks]
+            of = self._classes.on(ranks)[[row for segment in segments for row in segment.rows]]
             block_s = _looked_up([table for segment in segments for table in segment.tables], of)
             filled, first = sizes > 0, np.concatenate([[0], np.cumsum(sizes)[:-1]])
             seconds[filled] += np.add.reduceat(block_s, first[filled], axis=0)
