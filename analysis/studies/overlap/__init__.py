@@ -8,6 +8,7 @@ from functools import cache, partial
 from sp_bench.analysis.measured import interval, known
 from sp_bench.analysis.runs import Runs
 from sp_bench.calibrating.speed import cluster_at, speed_of
+from sp_bench.errors import RequestError
 from sp_bench.labs.shaped.description import OF_CORES
 from sp_bench.machine import cores_here
 from sp_bench.point import Request, resolve
@@ -36,25 +37,29 @@ OTHER_POINTS = (
     ("16", 9.9e6, (*SHORT, *SLICED, "method.tile=[4,4]")),
 )
 """Points in which blocks wait for hops on any machine, or hops are short."""
+FIRST, LAST = "seed=0", "seed=1"
+"""The speed of the cores is measured twice, by the same step with other numbers."""
+CHANGED = 0.1
+"""Cores whose speed has changed by more make rows that can't be compared."""
 FREE: dict[str, float] = dict.fromkeys((*OF_CORES, "crowd_latency_s", "turn_s", "ahead_bytes"), 0.0)
 """Figures of hosts whose messages use no cores, and which share links and cores evenly."""
 
 
 @cache
-def speed_now(runs: Runs) -> float:
-    """The speed of the cores over the speed in the cluster's file, from the blocks of a short step."""
-    (record,) = runs.ok([(*COMMON, *SHORT, "warmup=1", "iters=2", "gpus=8", "method=ring")])
+def speed_at(runs: Runs, time: str) -> float:
+    """The speed of the cores over the speed in the cluster's file, from the blocks of a short step at FIRST or LAST."""
+    (record,) = runs.ok([(*COMMON, *SHORT, "warmup=1", "iters=2", "gpus=8", "method=ring", time)])
     return speed_of(_simulated_request(record), record)
 
 
 def speed(runs: Runs) -> str:
     """The speed in words."""
-    return f"{speed_now(runs):.2f}"
+    return f"{speed_at(runs, FIRST):.2f}"
 
 
 def overlap(runs: Runs, points: Sequence[tuple[str, float, tuple[str, ...]]]) -> list[dict[str, str]]:
     """The step of each point over the longer of its two parts, on cores of the speed that they have now."""
-    rates = [float(f"{speed_now(runs) * rate:.3g}") for _, rate, _ in points]
+    rates = [float(f"{speed_at(runs, FIRST) * rate:.3g}") for _, rate, _ in points]
     overrides = [
         (*COMMON, *BALANCED, f"gpus={gpus}", f"cluster.hosts.link_bytes_per_s={rate}", *keys)
         for (gpus, _, keys), rate in zip(points, rates, strict=True)
@@ -99,6 +104,17 @@ def simulated_ms(record: Record, **hosts: float) -> float:
     request = _simulated_request(record)
     choice, cluster = choose(request), cluster_at(request, speed_of(request, record), **hosts)
     return 1e3 * sum(simulate(plan, choice.problem, cluster).makespan_s for plan in choice.plans.values())
+
+
+def last_speed(runs: Runs) -> str:
+    """The speed at the end, the last of the page's slots, in words. Raises RequestError if it isn't that of before."""
+    first, last = speed_at(runs, FIRST), speed_at(runs, LAST)
+    if abs(last / first - 1) > CHANGED:
+        rule = (
+            f"cores were {first:.2f} times as fast as the cluster's file says at first, and {last:.2f} times at the end"
+        )
+        raise RequestError("study=overlap", rule, f"an idle machine, without the records in {runs.folder}, would work")
+    return f"{last:.2f}"
 
 
 def _simulated_request(record: Record) -> Request:

@@ -198,9 +198,9 @@ def _cell(key: str, value: Any) -> str:
 
 
 def code(runs: Runs) -> str:
-    """Sentences, after a space, on the code of before and how often commands ran; empty if there is none."""
+    """Sentences on the code of before and how often commands ran; empty if there is none."""
     before = earlier.in_words(runs.options["before"])
-    return f" {before} Times are medians of {TIMES}, and on {LARGEST[0][1]} GPUs of one." if before else ""
+    return f"{before} Times are medians of {TIMES}, and on {LARGEST[0][1]} GPUs of one." if before else ""
 
 
 def twins(runs: Runs) -> list[dict[str, Any]]:
