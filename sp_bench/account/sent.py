@@ -10,7 +10,8 @@ import numpy as np
 
 from sp_bench.cluster import Cluster
 from sp_bench.plan.demand import demand
-from sp_bench.plan.groups import Exchange, Group, members
+from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.members import members
 from sp_bench.plan.ops import Collective, Pass, Plan, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Kind, Tensor, named

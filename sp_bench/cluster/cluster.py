@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from sp_bench.errors import RequestError
 from sp_bench.lower import DEFAULT_TRANSPORT, TransportKind, TransportOptions
 from sp_bench.machine import cores_here
 from sp_bench.plan.costs import CostProfile
-from sp_bench.plan.ops import Collective, Plan
+from sp_bench.plan.ops import Collective, Plan, keep
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import DKV, DQ, O, Tensor
 from sp_bench.reading import Count, Section, figure, implausible, read
@@ -79,8 +79,16 @@ class Cluster:
     """The transport, if not the default."""
 
     @classmethod
-    def build(cls, config: Any) -> Self:
-        """The cluster of a conf/cluster file. Raises RequestError for an invalid key or value."""
+    def build(cls, config: Any) -> Cluster:
+        """The cluster of a conf/cluster file; those of the last few are kept, as many points are on one cluster.
+
+        Raises RequestError for an invalid key or value.
+        """
+        key = repr(config), cores_here()
+        return _BUILT[key] if key in _BUILT else keep(_BUILT, key, cls._built(config), FEW_BUILT)
+
+    @classmethod
+    def _built(cls, config: Any) -> Cluster:
         section = read(ClusterSection, config, "cluster")
         hosts = hosts_of(config)
         warnings = implausible(ClusterSection, config, "cluster")
@@ -214,6 +222,11 @@ class Cluster:
             inter_latency_s=inter.latency_s,
             inter_bytes_per_s=inter_rate,
         )
+
+
+FEW_BUILT = 8
+"""How many clusters are kept."""
+_BUILT: dict[tuple[str, int], Cluster] = {}
 
 
 def _network_config(config: Mapping[str, Any], hosts: EmulatedHosts | None) -> dict[str, Any]:

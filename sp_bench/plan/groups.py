@@ -8,10 +8,7 @@ broadcasts with it.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
-
-import numpy as np
 
 UP, DOWN = +1, -1
 """The two directions round a ring of ranks."""
@@ -85,16 +82,6 @@ class Exchange(NamedTuple):
     def span(self) -> int:
         """Exchanges of this kind tile the ranks in aligned runs of `span` ranks."""
         return self.high.span
-
-
-@lru_cache(maxsize=1024)  # 32 MB of 4096 ranks
-def members(group: Group | Exchange, shift: int, n: int) -> np.ndarray:
-    """The rank that is `shift` positions ahead of each of n ranks: (n,), read-only. The last ones are kept: thousands
-    of messages of a method's variants go to the same ranks.
-    """
-    ahead = group.member(np.arange(n), shift)
-    ahead.flags.writeable = False
-    return ahead
 
 
 def is_shared(group: Group | Exchange) -> bool:

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar
 
-import numpy as np
-
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.blocks import Blocks, JointBlocks
@@ -27,8 +25,6 @@ from sp_bench.plan.regions import Region, RegionKind, Regions, filled, merged, s
 
 WHOLE = "whole sequences"
 """The class of a causal mask, and of none: both were measured, and are about as far off."""
-ONE = np.int16(1)
-"""Times a comparison of many chunks it takes a quarter of the memory that Python's 1 would."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +189,7 @@ class Causal(WholeMask):
 
     def relation(self, q_chunk, kv_chunk) -> Any:
         """0, 1 or 2: the query chunk is below, equal to or above the key chunk."""
-        return ONE * (q_chunk >= kv_chunk) + (q_chunk > kv_chunk)
+        return 1 * (q_chunk >= kv_chunk) + (q_chunk > kv_chunk)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from sp_bench.plan.ops import BLOCKS, AllGather, Pass, Plan, ReduceScatter, Tran
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
-from sp_bench.simulate.flows import LongerError, TaskGraph, Timing, is_compiled, solve
+from sp_bench.simulate.flows import LongerError, TaskGraph, Timing, solve, sooner
 from sp_bench.simulate.graph import build_as_alike, build_graph, uncontended_s
 from sp_bench.simulate.plan_graph import PlanGraph
 from sp_bench.simulate.slowdown import slowed_by_transfers
@@ -41,8 +41,6 @@ MANY_TASKS, SAME_STEP = 500_000, 1e-3
 step: a tenth of what is measured at best."""
 MARGIN = 0.98
 """Less work may make a network slower: an estimate by less of it is taken for so much of itself."""
-FEW_TASKS = 1_000
-"""Up to here plain Python beats the start of a compiler."""
 
 
 class Span(NamedTuple):
@@ -243,8 +241,7 @@ def settle(graph: PlanGraph, slowdown: float, most_s: float = math.inf) -> tuple
     most_s = math.inf if has_later else most_s / MARGIN if slowdown else most_s
 
     def by_events(some: TaskGraph) -> Timing:
-        few = some.delay_s.size < FEW_TASKS and not is_compiled()
-        return solve(some, "python" if few else "auto", least_s=least_s, most_s=most_s)
+        return solve(some, sooner(some), least_s=least_s, most_s=most_s)
 
     timing = solve_rows(tasks, width, by_events)
     for _ in range(SLOWDOWN_ROUNDS if slowdown else 0):

@@ -12,7 +12,8 @@ from sp_bench.cluster.topology import Network
 from sp_bench.lower import lower
 from sp_bench.plan.cast_rows import rows_moved
 from sp_bench.plan.demand import demand
-from sp_bench.plan.groups import Exchange, Group, members
+from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.members import members
 from sp_bench.plan.ops import AllGather, Pass, Plan, ReduceScatter, RowCollective, Transfer, TreeReduce
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import messages, peers

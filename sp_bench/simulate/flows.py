@@ -39,6 +39,8 @@ ROW = ("C", "A", "W")
 AT_ONCE = 64
 """Flows that may be on a link at once at first: solving begins again, with memory for all of a link's flows, where
 they are more."""
+FEW_TASKS, FEW_IN_ALL = 1_000, 10_000
+"""Up to so many tasks of a graph, and of all graphs of a process, plain Python beats loading the compiled solver."""
 COUNTED_AT_ONCE = 2**20
 """Ids that are counted at once: a count takes eight bytes for each."""
 SAME_INSTANT, ABOUT_AN_INSTANT, MANY_FLOWS = 1e-12, 1e-6, 100_000
@@ -193,9 +195,22 @@ def prepare() -> None:
     solve(graph, "numba")
 
 
-def is_compiled() -> bool:
-    """Whether this process has compiled or loaded the solver, which takes longer than many a graph in plain Python."""
-    return kernel.compiled_run.cache_info().currsize > 0
+def sooner(graph: TaskGraph) -> Solver:
+    """The solver that will have solved a graph sooner: `python` as long as this process has solved few tasks so and has
+    not loaded the compiled one, which takes as long as some thousand tasks in Python.
+    """
+    tasks, is_loaded = graph.delay_s.size, kernel.compiled_run.cache_info().currsize > 0
+    if is_loaded or tasks > FEW_TASKS or _InPython.tasks + tasks > FEW_IN_ALL:
+        return "auto"
+    _InPython.tasks += tasks
+    return "python"
+
+
+class _InPython:
+    """The state of this process."""
+
+    tasks = 0
+    """How many tasks `sooner` has had solved in plain Python."""
 
 
 def _check_complete(timing: Timing) -> None:

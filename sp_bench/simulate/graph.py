@@ -20,7 +20,8 @@ from sp_bench.cluster.emulation import Message, Wire
 from sp_bench.errors import RequestError
 from sp_bench.lower import Waits, lower
 from sp_bench.lower.early import by_messages
-from sp_bench.plan.groups import Exchange, Group, members
+from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.members import members
 from sp_bench.plan.ops import (
     BLOCKS,
     AllToAll,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from sp_bench.simulate import _flows_numba as kernel
 from sp_bench.simulate import flows
-from sp_bench.simulate.flows import LongerError, Solver, TaskGraph, solve
+from sp_bench.simulate.flows import LongerError, Solver, TaskGraph, solve, sooner
 from tests.support.flow_graphs import RELATIVE, SOLVERS, Task, assert_within_capacity, exact_finish_s, graph_of
 from tests.support.marks import exhaustive
 
@@ -158,6 +159,17 @@ def test_what_is_compiled_once_serves_every_graph() -> None:
     solve(graph_of(tasks, [1.0, 3.0]), "numba")
     solve(TaskGraph(**VALID), "numba")
     assert kernel.compiled_run().signatures == [only]  # type: ignore[attr-defined]
+
+
+def test_a_process_solves_few_tasks_in_python_before_it_loads_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "compiled_run", cache(lambda: None))
+    monkeypatch.setattr(flows._InPython, "tasks", 0)
+    few, many = (graph_of([Task(1.0, 0.0, ())] * tasks, [1.0]) for tasks in (flows.FEW_TASKS, flows.FEW_TASKS + 1))
+    assert sooner(many) == "auto"
+    assert [sooner(few) for _ in range(12)] == 10 * ["python"] + 2 * ["auto"]
+    monkeypatch.setattr(flows._InPython, "tasks", 0)
+    kernel.compiled_run()
+    assert sooner(few) == "auto"
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -1,0 +1,19 @@
+"""The ranks that messages of all ranks go to."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from sp_bench.plan.groups import Exchange, Group
+
+
+@lru_cache(maxsize=1024)  # 32 MB of 4096 ranks
+def members(group: Group | Exchange, shift: int, n: int) -> np.ndarray:
+    """The rank that is `shift` positions ahead of each of n ranks: (n,), read-only. The last ones are kept: thousands
+    of messages of a method's variants go to the same ranks.
+    """
+    ahead = group.member(np.arange(n), shift)
+    ahead.flags.writeable = False
+    return ahead
