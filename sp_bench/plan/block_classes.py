@@ -104,15 +104,19 @@ def block_classes(plan: Plan, problem: Problem) -> BlockClasses:
 
 def _without_others(classes: BlockClasses, plan: Plan, apart: Sequence[int], problem: Problem) -> BlockClasses:
     """The classes with `nothing` in the place of pairs of which some operations compute no block."""
-    nothing, degree, ranks = problem.blocks.classes, problem.layout.head_parallel, np.arange(plan.n)
-    of = classes.of.astype(np.min_scalar_type(nothing))
-    for index in apart:
-        op = plan.gathered[index]
-        travels = travel(problem, forward=op.forward).queries.travels
-        q, kv = (_owners([getattr(block, x).place for block in op.blocks], ranks) // degree for x in ("q", "kv"))
-        rows = of[classes.first[index] : classes.first[index] + len(op.blocks)]
-        rows[travels[q, kv] != (op.pairs == "queries")] = nothing
-    return BlockClasses(classes.first, partial(np.take, of, axis=1), plan.n, nothing)
+    nothing, degree = problem.blocks.classes, problem.layout.head_parallel
+    ops = [(classes.first[index], plan.gathered[index]) for index in apart]
+
+    def find(ranks: np.ndarray) -> np.ndarray:
+        of = classes.on(ranks).astype(np.min_scalar_type(nothing))
+        for first, op in ops:
+            travels = travel(problem, forward=op.forward).queries.travels
+            q, kv = (_owners([getattr(block, x).place for block in op.blocks], ranks) // degree for x in ("q", "kv"))
+            rows = of[first : first + len(op.blocks)]
+            rows[travels[q, kv] != (op.pairs == "queries")] = nothing
+        return of
+
+    return BlockClasses(classes.first, find, plan.n, nothing)
 
 
 def _find(plan: Plan, problem: Problem) -> BlockClasses:

@@ -44,10 +44,9 @@ def rows_moved(op: RowCollective, problem: Problem, rank) -> np.ndarray:
     In a GroupCast that of #u goes to the rank whose #u it is itself, in a GroupReduce to the owner of #u.
     """
     rows_of, degree = rows_from if isinstance(op, GroupReduce) else rows_wanted, problem.layout.head_parallel
-    if np.size(rank) < problem.n or not np.array_equal(rank, np.arange(problem.n)):
+    if degree == 1 or not np.array_equal(rank, np.arange(problem.n)):
         return rows_of(op, problem, rank)
-    # The ranks that split a chunk's heads have the same.
-    return np.repeat(rows_of(op, problem, rank[::degree]), degree, axis=1)
+    return np.repeat(rows_of(op, problem, rank[::degree]), degree, axis=1)  # ranks that split heads have the same
 
 
 def rows_from(op: RowCollective, problem: Problem, rank) -> np.ndarray:

@@ -258,11 +258,8 @@ class Casts:
             return self._works_of(each), of.ravel()
         return self._works_of(blocks), np.arange(len(blocks))
 
-    def work(self, queries: int, members: tuple[int, ...], relays: int = 1) -> Works:
-        """The work of the regions of `keys`, forward, and backward of those cut along keys. It is found once."""
-        return self._works_of([Gathering(queries, members, relays)])[0]
-
     def _works_of(self, blocks: Sequence[Gathering]) -> list[Works]:
+        """The works of the regions of `keys`, which are found once."""
         unknown = [of for of in dict.fromkeys(blocks) if of not in self._works]
         self._works.update({of: works_in(regions) for of, regions in self._regions(unknown).items()})
         return [self._works[of] for of in blocks]

@@ -69,10 +69,10 @@ def assert_alike(found: Casts, data: st.DataObject) -> None:
     np.testing.assert_array_equal(found.counts_for(relays), one_by_one.counts_for(relays))
     for i, j in itertools.product(range(chunks), repeat=2):
         np.testing.assert_array_equal(found.rows(i, j, relays), one_by_one.rows(i, j, relays))
-    works, of = found.works(queries, several, relays)
-    assert len(of) == chunks
+    (works, of), (each, _) = (casts.works(queries, several, relays) for casts in (found, one_by_one))
+    assert len(of) == len(each) == chunks
     for i in range(chunks):
-        for work, wanted in zip(works[of[i]], one_by_one.work(i, tuple(several[i].tolist()), relays), strict=True):
+        for work, wanted in zip(works[of[i]], each[i], strict=True):
             np.testing.assert_array_equal(np.stack(work.sizes), np.stack(wanted.sizes))
             assert work[1:] == wanted[1:]
 
@@ -92,10 +92,11 @@ def assert_computes(found: Casts, visible: np.ndarray, queries: list, chunks: li
     assert (np.diff(positions) > 0).all()
     wanted = visible[np.ix_(queries[own], positions)]
     np.testing.assert_array_equal(times_computed(keys.regions, *wanted.shape), wanted)
-    for work in found.work(own, members):
+    ((forward, backward),) = found.works(np.array([own]), np.array([members]))[0]
+    for work in (forward, backward):
         assert work.sizes.pairs.sum() == wanted.sum()
         assert (work.q_rows, work.kv_rows) == (wanted.any(axis=1).sum(), wanted.any(axis=0).sum())
-    sizes = found.work(own, members)[0].sizes
+    sizes = forward.sizes
     assert sizes.q_tokens.tolist() == [len(region.plain.q) for region in keys.regions]
     assert ((sizes.kind == 0) == [region.kind is RegionKind.FULL for region in keys.regions]).all()
 
