@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from functools import cache
 from typing import ClassVar, Literal, NamedTuple, Self
 from weakref import WeakValueDictionary
 
@@ -71,6 +72,7 @@ class Method(ABC):
     """Whether blocks that are ready together are one operation where the mask allows (plan.fuse)."""
 
     @classmethod
+    @cache
     def options(cls) -> tuple[str, ...]:
         """The names of the options."""
         return tuple(f.name for f in fields(cls))
@@ -95,7 +97,9 @@ class Method(ABC):
 
     def __post_init__(self) -> None:
         for name in self.options():
-            object.__setattr__(self, name, checked(type(self), name, getattr(self, name)))
+            value = getattr(self, name)
+            if (right := checked(type(self), name, value)) is not value:
+                object.__setattr__(self, name, right)
         if self.layout not in (*self.all_layouts(), *OPEN_LAYOUTS):
             if self.layout not in (*LAYOUTS, *ASSIGNMENTS):
                 raise unknown("method.layout", str(self.layout), [*LAYOUTS, *ASSIGNMENTS, *OPEN_LAYOUTS])

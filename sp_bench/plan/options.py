@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from functools import cache
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from sp_bench.errors import RequestError
 
@@ -23,24 +23,48 @@ def checked(owner: type, name: str, value: object) -> object:
 
     Raises RequestError for a value that its type doesn't have.
     """
-    kinds = _kinds(owner).get(name, ())
-    if not kinds:
-        return value
-    if any(_has(kind, value) for kind in kinds):
-        return tuple(value) if isinstance(value, list) else value
+    possible = _possible(owner).get(name)
+    if possible is None or possible.has(value):
+        return tuple(value) if isinstance(value, list) and possible else value
     shown = f"method.{name}={value}"
     raise RequestError(
         shown.replace(" ", "") if isinstance(value, list | tuple) else shown,
-        f"must be {_listed([word for kind in kinds for word in _words(kind)])}",
-        f"method.{name}={_example(kinds)} would work",
+        f"must be {_listed(possible.described)}",
+        f"method.{name}={next(iter(possible.words or possible.flags), 1)} would work",
     )
 
 
+class _Possible(NamedTuple):
+    """The values that an option may have."""
+
+    words: tuple[str, ...]
+    flags: tuple[str, ...]
+    """true and false, or none."""
+    counts: bool
+    """Whether it may be a count, and two of them."""
+    pairs: bool
+
+    def has(self, value: object) -> bool:
+        if type(value) is str:
+            return value in self.words
+        if type(value) is bool:
+            return bool(self.flags)
+        if isinstance(value, list | tuple):
+            return self.pairs and len(value) == 2 and all(map(_is_count, value))
+        return self.counts and _is_count(value)
+
+    @property
+    def described(self) -> list[str]:
+        """Each in words, and what else would be possible."""
+        counts = ["an integer of at least 1"] * self.counts
+        return [*self.words, *self.flags, *counts, *["two integers [a,b] of at least 1"] * self.pairs]
+
+
 @cache
-def _kinds(owner: type) -> dict[str, tuple[Any, ...]]:
-    """The types that each option may have; none for one that its method checks."""
-    kinds_of = {name: _members(hint) for name, hint in get_type_hints(owner).items()}
-    return {name: kinds for name, kinds in kinds_of.items() if all(map(_is_known, kinds))}
+def _possible(owner: type) -> dict[str, _Possible]:
+    """By the options whose types say which values they may have."""
+    members = {name: _members(hint) for name, hint in get_type_hints(owner).items()}
+    return {name: _of_types(kinds) for name, kinds in members.items() if all(map(_is_known, kinds))}
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
@@ -51,32 +75,13 @@ def _is_known(kind: Any) -> bool:
     return kind in (bool, int, tuple[int, int]) or get_origin(kind) is Literal
 
 
+def _of_types(kinds: tuple[Any, ...]) -> _Possible:
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    return _Possible((*words,), ("true", "false") if bool in kinds else (), int in kinds, tuple[int, int] in kinds)
+
+
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 1
-
-
-def _has(kind: Any, value: object) -> bool:
-    if get_origin(kind) is Literal:
-        return type(value) is str and value in get_args(kind)
-    if kind is bool:
-        return type(value) is bool
-    if kind is int:
-        return _is_count(value)
-    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_count, value))
-
-
-def _words(kind: Any) -> tuple[str, ...]:
-    if get_origin(kind) is Literal:
-        return get_args(kind)
-    if kind is bool:
-        return ("true", "false")
-    return ("an integer of at least 1",) if kind is int else ("two integers [a,b] of at least 1",)
-
-
-def _example(kinds: tuple[Any, ...]) -> str:
-    """A value that works for any problem: a word, or 1."""
-    words = [word for kind in kinds for word in _words(kind) if get_origin(kind) is Literal or kind is bool]
-    return words[0] if words else "1"
 
 
 def _listed(words: list[str]) -> str:

@@ -161,6 +161,7 @@ def _fastest(request: Request, planned: Sequence[Choice], most_s: float = math.i
         rows[i] = {"variant": choice.variant, "tile_a": a, "tile_b": b, "layout": choice.problem.layout.name}
         rows[i] |= {"bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": None}
         if best and (bound_s, i) >= min(timed) and not request.every_variant:
+            _forget(choice)
             continue
         peak = account.peak_bytes(choice.plans.values(), choice.problem, request.cluster.transport)
         rows[i]["peak_mem_bytes"] = peak
@@ -176,7 +177,8 @@ def _fastest(request: Request, planned: Sequence[Choice], most_s: float = math.i
         rows[i]["step_ms"] = choice.total_s * 1e3
         timed.append((choice.total_s, i))
         if min(timed) == (choice.total_s, i):
-            best = choice
+            choice, best = best, choice
+        _forget(choice)
     if best is None:
         raise refused or _too_large(request, min(row["peak_mem_bytes"] for row in rows.values()))
     peaks = [row["peak_mem_bytes"] for row in rows.values() if row["peak_mem_bytes"]]
@@ -188,6 +190,12 @@ def _fastest(request: Request, planned: Sequence[Choice], most_s: float = math.i
         first, *others = [planned[i] for _, i in sorted(timed)]
         best = _first_simulated([best if is_even else first, *others], request.cluster, most_s)
     return _Fastest(replace(best, candidates=[rows[i] for i in sorted(rows)]), max(peaks), all_fit)
+
+
+def _forget(beaten: Choice | None) -> None:
+    """Let go of the plans of a variant that is not the fastest: those on thousands of ranks take much memory."""
+    if beaten and isinstance(beaten.plans, LazyPlans):
+        beaten.plans.forget()
 
 
 def _refuse_slow(best: Choice, cluster: Cluster, others_s: float, most_s: float) -> None:

@@ -9,7 +9,7 @@ from sp_bench.plan.ops import Plan
 
 
 class LazyPlans(Mapping[str, Plan]):
-    """The plans of a variant by phase. Each is made once."""
+    """The plans of a variant by phase. Each is made once, or again after it was forgotten."""
 
     def __init__(self, phases: Sequence[str], make: Callable[[str], Plan]) -> None:
         self._phases, self._make, self._made = tuple(phases), make, dict[str, Plan]()
@@ -21,6 +21,10 @@ class LazyPlans(Mapping[str, Plan]):
                 raise KeyError(phase)
             self._made[phase] = self._make(phase)
         return self._made[phase]
+
+    def forget(self) -> None:
+        """Let go of the plans, which would be made anew."""
+        self._made.clear()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._phases)

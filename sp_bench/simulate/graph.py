@@ -157,7 +157,7 @@ class _Builder:
         self.ranks = self.quotient.ranks
         self.effects = cluster.effects(self.network, self.ranks, plan.phase)
         self.slow, self.all_slow = slow[self.ranks], slow
-        self.paths: dict[tuple[Group | Exchange, int], Path] = {}
+        self.paths: dict[tuple[Group | Exchange, int, int], Path] = {}
         self.flows: dict[int, list[_Flow]] = {}
         """The flows of each transfer."""
         self.cores = cluster.shared_cores(problem.n)
@@ -356,7 +356,7 @@ class _Builder:
         staged_s = self.costs.staged_s(index, op, self.ranks)
         noise = partial(self.noise, self.ranks.size)
         if way.hops:
-            ended, later = collectives.hop_by_hop(*ours, *where, noise, self.effects, self._over_cores)
+            ended, later = collectives.hop_by_hop(*ours, *where, noise, self.effects, self._on_wire)
             self.later += later
             return ended
         return collectives.at_once(*ours, *where, staged_s, noise())
@@ -403,13 +403,14 @@ class _Builder:
         return self.alike[key]
 
     def _find_flows(self, index: int, op: Transfer, hidden_s: np.ndarray | float) -> list[_Flow]:
-        flows, paths = [], [self._path(*pair) for pair in peers(op)]
+        # Those of a tree come one after another, and what the first has staged is staged for all.
+        at_once = 1 if isinstance(op, TreeReduce) else len(peers(op))
+        flows, paths = [], [self._path(*pair, at_once) for pair in peers(op)]
         sends, receives = self.costs.moves(index, op, self.ranks)
         staged_s = self.costs.staged_s(index, op, self.ranks) * sends
         sizes = messages(op, self.problem, self.ranks, self.costs.wanted.get(index))
         each = [Message(*message) for message in zip(peers(op), sizes, (path.inter for path in paths), strict=True)]
-        # Those of a tree come one after another, and what the first has staged is staged for all.
-        at_once, by_library = 1 if isinstance(op, TreeReduce) else len(each), not by_messages(op)
+        by_library = not by_messages(op)
         together = [each[i : i + at_once] for i in range(0, len(each), max(at_once, 1))]
         wires = [wire for some in together for wire in self.effects.on_wire(some, by_library=by_library)]
         for path, message, wire in zip(paths, each, wires, strict=True):
@@ -418,28 +419,27 @@ class _Builder:
                 sends = message.bytes > 0
                 receives = sends[path.source]
             latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0) * sends
-            rate_cap = np.minimum(path.rate_cap, wire.most_bytes_per_s)
-            loads = path.loads * self._crowding(path, at_once)
-            over = self._over_cores(path._replace(loads=loads, rate_cap=rate_cap), wire)
+            over = self._on_wire(path, wire)
             sent = np.broadcast_to(np.asarray(message.bytes - wire.later_bytes, float), self.ranks.size)
             later = np.asarray(wire.later_bytes) if np.any(wire.later_bytes) else None
             flows.append(_Flow(latency_s + staged_s, sent, over, wire.weight, sends, receives, later))
             staged_s = 0.0 * staged_s if isinstance(op, TreeReduce) else staged_s
         return flows
 
-    def _path(self, group: Group | Exchange, shift: int) -> Path:
-        """The path of every simulated rank's message to the rank `shift` ahead in the group."""
-        if (group, shift) not in self.paths:
+    def _path(self, group: Group | Exchange, shift: int, at_once: int = 1) -> Path:
+        """The path of every simulated rank's message to the rank `shift` ahead in the group, one of `at_once`."""
+        if (group, shift, at_once) not in self.paths:
             target = members(group, shift, self.problem.n)
-            self.paths[group, shift] = collectives.path_to(target, self.network, self.quotient, capped=True)
-        return self.paths[group, shift]
+            path = collectives.path_to(target, self.network, self.quotient, capped=True)
+            crowding = self.network.crowding(path.inter, at_once)
+            loads = path.loads if np.all(crowding == 1) else path.loads * crowding[:, None]
+            self.paths[group, shift, at_once] = path._replace(loads=loads)
+        return self.paths[group, shift, at_once]
 
-    def _crowding(self, path: Path, at_once: int) -> np.ndarray:
-        """How many times each of `at_once` concurrent messages of a rank loads the links of its path: (q, 1)."""
-        return self.network.crowding(path.inter, at_once)[:, None]
-
-    def _over_cores(self, path: Path, wire: Wire) -> Path:
-        """The path of a message with what it takes of the cores that ranks share."""
+    def _on_wire(self, path: Path, wire: Wire) -> Path:
+        """The path of a message at its own rate, with what it takes of the cores that ranks share."""
+        if np.any(wire.most_bytes_per_s < path.rate_cap):
+            path = path._replace(rate_cap=np.minimum(path.rate_cap, wire.most_bytes_per_s))
         if not self.cores or not np.any(wire.core_s_per_byte):
             return path
         taken = CORE_WORK_PER_S * np.broadcast_to(wire.core_s_per_byte, self.ranks.size)[:, None]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from hypothesis import assume
+from hypothesis import assume, reject
 from hypothesis import strategies as st
 
 from sp_bench.methods import REGISTRY, build
@@ -60,7 +61,13 @@ FEW, MANY = 9, 16
 
 def all_methods(problem: Problem) -> list[Method]:
     """Every method that can do the problem, in every variant that makes another plan for it."""
-    found = []
+    return [*_all_methods(problem)]
+
+
+@cache
+def _all_methods(problem: Problem) -> tuple[Method, ...]:
+    """Cached, as hypothesis draws plans of few problems thousands of times."""
+    found = list[Method]()
     for name in REGISTRY:
         for options in _options(name, problem):
             try:
@@ -71,7 +78,7 @@ def all_methods(problem: Problem) -> list[Method]:
     by_messages = {m.name: m for m in found[::-1] if m.name in ("all_gather", "ulysses", "ulysses_all_gather")}
     if problem.n <= FEW:
         by_messages |= {m.name: m for m in found if m.name == "startrail"}
-    return found + [replace(m, collectives="messages") for m in by_messages.values()]  # pyright: ignore
+    return (*found, *(replace(m, collectives="messages") for m in by_messages.values()))  # pyright: ignore
 
 
 def of_each_name(methods: Iterable[Method], turn: int = 0) -> list[Method]:
@@ -153,7 +160,9 @@ def plans(draw: st.DrawFn, min_n: int = 1, max_n: int = 16, having: Having | Non
     choices = list(product([*all_methods(problem), lanes_each], PHASES))
     if having:
         choices = [(m, p) for m, p in choices if m.name in having.methods]
-        choices = [(m, p) for m, p in choices if any(map(having.op, m.plan(problem, p, costs).ops))]
-        assume(choices)
-    method, phase = draw(st.sampled_from(choices))
-    return Planned(method.plan(problem, phase, costs), method.assigned(problem))
+    assume(choices)
+    first = draw(st.integers(0, len(choices) - 1))
+    in_turn = (*choices[first:], *choices[:first])
+    planned = (Planned(m.plan(problem, p, costs), m.assigned(problem)) for m, p in in_turn)
+    found = next((one for one in planned if not having or any(map(having.op, one.plan.ops))), None)
+    return found or reject()
