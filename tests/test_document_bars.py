@@ -10,14 +10,15 @@ import pytest
 
 from sp_bench.point.backing import BETWEEN_NODES, PACKS, Kind, known, row_of
 from sp_bench.point.simulated import simulate_point
-from sp_bench.validate.documents import AMONG, DRAWS, Simulated, backing, bars, draws, pairs, simulated
+from sp_bench.validate.common import published_rows
+from sp_bench.validate.documents import AMONG, DRAWS, Simulated, backing, draws, pairs, simulated
 from tests.support.points import point
 
 SEEN = pd.read_csv(Path(__file__).parents[1] / "docs" / "results" / "published_documents.csv")
 
 
 def test_errors_and_order_are_within_what_is_promised() -> None:
-    assert len(SEEN) == len(bars()) == 64
+    assert len(SEEN) == len(published_rows("document_bars")) == 64
     assert np.median(np.abs(SEEN["error_left_out"].to_numpy())) < 0.12
     alike, count, wrong = pairs(SEEN)
     assert alike / count > 0.85 and count > 200 and len(wrong) == count - alike
@@ -65,7 +66,7 @@ def test_group_cast_beats_usp_as_measured() -> None:
 @pytest.mark.long
 def test_the_table_is_what_is_simulated() -> None:
     chosen = [0, 2, 6, 33]
-    found = simulated([bars()[i] for i in chosen])
+    found = simulated([published_rows("document_bars")[i] for i in chosen])
     for column in ("tflops_measured", "tflops_simulated", "low", "high", "error", "error_unfitted"):
         assert found[column].tolist() == pytest.approx(SEEN[column].iloc[chosen].tolist(), rel=1e-9), column
 

@@ -12,27 +12,20 @@ from sp_bench.point import resolve
 from sp_bench.point.backing import FILE, PACKS, known, written
 from sp_bench.point.choose import choose
 from sp_bench.validate import steps
+from sp_bench.validate.common import published_rows
 from sp_bench.validate.left_out import LeftOut, fits
-from sp_bench.validate.published import (
-    backing,
-    held_out,
-    measured_here,
-    measurements,
-    overrides,
-    pairs,
-    second,
-    simulated,
-)
+from sp_bench.validate.published import backing, measured_here, overrides, pairs, simulated
 from tests.support.frames import rows_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "published.csv"
 SEEN = pd.read_csv(PAGE, dtype={"causal": str}, keep_default_na=False)
 GIVEN = rows_of(SEEN, set="given")
+MEASUREMENTS, HELD_OUT, SECOND = map(published_rows, ("measurements", "held_out", "second"))
 
 
 @pytest.mark.long
 def test_the_page_is_what_is_simulated() -> None:
-    rows = [*measurements(), *held_out(), *second()]
+    rows = [*MEASUREMENTS, *HELD_OUT, *SECOND]
     chosen = [2, 13, 16, 42, 50, 60, 70, 85, 97, 108, 128, 180, 210, 240, 300]
     found = simulated([rows[i] for i in chosen])
     for column in ("step_measured_ms", "step_simulated_ms", "step_left_out_ms", "error", "error_left_out"):
@@ -68,29 +61,29 @@ def test_tiles_and_larger_machines_are_within_what_is_promised() -> None:
 
 
 def test_nothing_is_fitted_to_what_is_held_out() -> None:
-    given = {(row["source"], row["method"], row["seqlen"], row["heads"], row["phase"]) for row in measurements()}
-    held = {(row["source"], row["method"], row["seqlen"], row["heads"], row["phase"]) for row in held_out()}
-    assert not given & held and len(SEEN) - len(GIVEN) == len(held_out()) + len(second())
-    left_out = LeftOut([(row, {"cluster": {"name": "a100_hdr200"}}) for row in measurements()])
+    given = {(row["source"], row["method"], row["seqlen"], row["heads"], row["phase"]) for row in MEASUREMENTS}
+    held = {(row["source"], row["method"], row["seqlen"], row["heads"], row["phase"]) for row in HELD_OUT}
+    assert not given & held and len(SEEN) - len(GIVEN) == len(HELD_OUT) + len(SECOND)
+    left_out = LeftOut([(row, {"cluster": {"name": "a100_hdr200"}}) for row in MEASUREMENTS])
     for fit in fits():
-        assert all(row in measurements() for row, _ in left_out.others(fit, "forward"))
+        assert all(row in MEASUREMENTS for row, _ in left_out.others(fit, "forward"))
 
 
 @pytest.mark.long
 def test_a_source_is_left_out_with_all_that_was_fitted_to_it() -> None:
     """Rates that another source has measured too are fitted again to it; what no other has becomes the prior."""
-    rows = [*measurements(), *second()]
+    rows = [*MEASUREMENTS, *SECOND]
     by_source = {fit["source"]: [row for row in rows if fit["source"] in row["source"]] for fit in fits()}
     assert all(by_source.values())
     with Composer() as composer:
-        points = [(row, composer.compose(overrides(row))) for row in measurements() if "A100" in row["hardware"]]
+        points = [(row, composer.compose(overrides(row))) for row in MEASUREMENTS if "A100" in row["hardware"]]
         for fit in fits():
             row = next(row for row in by_source[fit["source"]] if f"cluster={fit['clusters'][0]}" in overrides(row))
             config = composer.compose(overrides(row))
             left_out = LeftOut(points[12:20])
             found, other = resolve(left_out.without(row, config)).cluster, resolve(config).cluster
             assert found.device != other.device or "intra" in fit["key"]
-            elsewhere = next(row for row in measurements() if not any(fit["source"] in row["source"] for fit in fits()))
+            elsewhere = next(row for row in MEASUREMENTS if not any(fit["source"] in row["source"] for fit in fits()))
             same = left_out.without({**row, "source": elsewhere["source"]}, config)
             assert resolve(same).cluster.topology == other.topology
 
@@ -98,7 +91,7 @@ def test_a_source_is_left_out_with_all_that_was_fitted_to_it() -> None:
 def test_a_factor_is_fitted_again_until_the_other_source_is_met() -> None:
     """The other A100 source's middle point is met by rates that know nothing of ring-flash-attention's."""
     index = next(i for i, fit in enumerate(fits()) if fit["source"] == "zhuzilin/ring-flash-attention")
-    rows = [row for row in measurements() if "benchmark_results.png" in row["source"]][:1]
+    rows = [row for row in MEASUREMENTS if "benchmark_results.png" in row["source"]][:1]
     with Composer() as composer:
         config = composer.compose(overrides(rows[0]))
     left_out = LeftOut([(rows[0], config)])

@@ -10,7 +10,8 @@ import pytest
 from sp_bench.plan.mask import WHOLE
 from sp_bench.point.backing import BETWEEN_NODES, Kind, row_of
 from sp_bench.point.training import simulate_training
-from sp_bench.validate.steps import LEAST, backing, overrides, simulated, source_of, steps, table, words
+from sp_bench.validate.common import published_rows
+from sp_bench.validate.steps import LEAST, backing, overrides, simulated, source_of, table, words
 from tests.support.frames import rows_of
 from tests.support.typed import Known
 from tests.workload.requests import point
@@ -26,7 +27,7 @@ LIKE_TRL = (
 
 def test_errors_are_within_what_is_promised() -> None:
     """In the median of each source; with what would be assumed without it they are larger."""
-    assert len(SEEN) == len(steps()) == 23
+    assert len(SEEN) == len(published_rows("steps")) == 23
     off = SEEN[["error", "error_left_out"]].abs().assign(source=SEEN["source"]).groupby("source").median()
     error, left_out = off["error"].to_numpy(), off["error_left_out"].to_numpy()
     assert set(off.index) == {"NeMo", "TRL", "torchtitan"} and error.max() < 0.1
@@ -37,7 +38,7 @@ def test_errors_are_within_what_is_promised() -> None:
 
 
 def test_every_row_has_its_source_and_its_setting() -> None:
-    for row in steps():
+    for row in published_rows("steps"):
         assert source_of(row) and row["notes"] and float(row["measured_ms"]) > 0
         assert {key.partition("=")[0] for key in row["left_out"].split()} <= {"method.layout", "kernel"}
         assert (overrides(row) == overrides(row, left_out=True)) == (not row["left_out"])
@@ -46,7 +47,7 @@ def test_every_row_has_its_source_and_its_setting() -> None:
 @pytest.mark.long
 def test_the_table_is_what_is_simulated() -> None:
     chosen = [1, 6, 11, 19]
-    found = simulated([steps()[i] for i in chosen])
+    found = simulated([published_rows("steps")[i] for i in chosen])
     for column in ("measured_s", "simulated_s", "left_out_s", "error", "error_left_out"):
         assert found[column].tolist() == pytest.approx(SEEN[column].iloc[chosen].tolist(), rel=1e-9), column
 

@@ -18,21 +18,19 @@ import copy
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sp_bench.cli.arguments import run_command
 from sp_bench.cli.compose import Composer
-from sp_bench.extras import require
 from sp_bench.packing import lengths_of
 from sp_bench.plan.problem import flops_per_pair
 from sp_bench.point import resolve
 from sp_bench.point.backing import FILE, PACKS, TELLING, Backing, Kind, kind_of, known, written
 from sp_bench.point.choose import choose
 from sp_bench.resources import conf_content, conf_files
-from sp_bench.validate.files import folder_of, rows_of
-from sp_bench.validate.order import Row, count_in_order
+from sp_bench.validate.common import Row, by_kind, count_in_order, published_rows
 from sp_bench.validate.published import figures_with
 from sp_bench.workload.attention import Attention
 
@@ -83,26 +81,14 @@ class Simulated(NamedTuple):
         return 1 / (1 / self.unfitted + factor * (1 / self.found - 1 / self.unfitted))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
-    return run_command("sp_bench.validate documents", __doc__ or "", _documents, argv)
-
-
-def _documents(arguments: list[str]) -> int:
-    require("analysis", "validating")
-    out = folder_of(arguments)
-    frame = simulated(bars())
+def write(out: Path) -> None:
+    """Simulate all bars, write the table and what backs points of packs, and print how near they are."""
+    frame = simulated(published_rows("document_bars"))
     frame.to_csv(out / "published_documents.csv", index=False)
     FILE.write_text(written([*(row for row in known() if row.kind.mask != PACKS), *backing(frame)]))
     alike, count, _ = pairs(frame)
     median = frame["error_left_out"].abs().median()
     print(f"{len(frame)} bars: median error left out {median:.1%}; {alike} of {count} pairs are in order")
-    return 0
-
-
-def bars() -> list[dict[str, str]]:
-    """The published bars, as the columns of their file."""
-    return rows_of("document_bars")
 
 
 def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
@@ -131,14 +117,11 @@ def backing(found: pd.DataFrame) -> list[Backing]:
     """The rows that back simulated records of packs: errors without the bars of the same number of GPUs, by kind of
     transfers and of links and by the implementation that bars are simulated with.
     """
-    rows = []
     implementations = [POINTS[name].partition("implementation=")[2] for name in found["method"]]
-    for keys, group in found.assign(implementation=implementations).groupby(["transfers", "links", "implementation"]):
-        transfers, links, implementation = map(str, cast(tuple, keys))
-        kind = Kind(Attention.name, PACKS, transfers, links)
-        clusters = {CLUSTER: figures_with(CLUSTER, KERNEL, "bfloat16", kind)}
-        rows.append(Backing.of(kind, group["error_left_out"], implementation, clusters))
-    return rows
+    return [
+        Backing.of(kind, rows["error_left_out"], name, {CLUSTER: figures_with(CLUSTER, KERNEL, "bfloat16", kind)})
+        for kind, name, rows in by_kind(found.assign(mask=PACKS, implementation=implementations), Attention.name)
+    ]
 
 
 def _row(row: Mapping[str, str], seen: Simulated, factor: float) -> dict[str, Any]:

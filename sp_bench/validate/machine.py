@@ -38,7 +38,7 @@ from sp_bench.point.request import setting_of
 from sp_bench.point.simulations import simulation_of
 from sp_bench.records import Record
 from sp_bench.terminal import say
-from sp_bench.validate.order import Row, count_in_order
+from sp_bench.validate.common import Row, count_in_order
 
 if TYPE_CHECKING:
     import pandas as pd

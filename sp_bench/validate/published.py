@@ -13,21 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from sp_bench.cli.arguments import run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster.implementation import OURS
-from sp_bench.extras import require
 from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.point import resolve
 from sp_bench.point.backing import FILE, PACKS, TELLING, Backing, Kind, figures_of, known, transfers_of, written
 from sp_bench.point.choose import plans_of
 from sp_bench.resources import PACKAGE, conf_files
 from sp_bench.validate import machine, steps
-from sp_bench.validate.files import folder_of, rows_of
+from sp_bench.validate.common import Row, by_kind, count_in_order, most_measured, published_rows
 from sp_bench.validate.left_out import LeftOut, simulation
-from sp_bench.validate.order import Row, count_in_order
 from sp_bench.workload.attention import Attention
 
 if TYPE_CHECKING:
@@ -49,36 +47,14 @@ SETTING = ["source", "hardware", "gpus", "seqlen", "batch", "heads", "kv_heads",
 MEASURED = PACKAGE.parent / "docs" / "results" / "validation.csv"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
-    return run_command("sp_bench.validate published", __doc__ or "", _published, argv)
-
-
-def _published(arguments: list[str]) -> int:
-    require("analysis", "validating")
-    out = folder_of(arguments)
+def write(out: Path) -> None:
+    """Simulate all measurements, and write the table and what backs simulated records."""
     frame = both()
     frame.to_csv(out / "published.csv", index=False)
     of_packs = [row for row in known() if row.kind.mask == PACKS]
-    rows = [*backing(frame), *steps.backing(steps.simulated(steps.steps())), *measured_here(), *of_packs]
+    rows = [*backing(frame), *steps.backing(steps.simulated(published_rows("steps"))), *measured_here(), *of_packs]
     FILE.write_text(written(rows))
     print(f"{out / 'published.csv'}: {len(frame)} points; {FILE}: {len(rows)} kinds of points")
-    return 0
-
-
-def measurements() -> list[dict[str, str]]:
-    """The published measurements, as the columns of their file."""
-    return rows_of("measurements")
-
-
-def held_out() -> list[dict[str, str]]:
-    """Published measurements that no figure was fitted to, as the columns of their file."""
-    return rows_of("held_out")
-
-
-def second() -> list[dict[str, str]]:
-    """The second set, as the columns of its file: tiles on A800, 16 H100 and B200."""
-    return rows_of("second")
 
 
 def implementation_of(row: Mapping[str, str]) -> str:
@@ -105,22 +81,23 @@ def both() -> pd.DataFrame:
     """All published measurements with their simulation; the column `set` is given, held_out or second."""
     import pandas as pd
 
-    sets = {"given": measurements(), "held_out": held_out(), "second": second()}
-    return pd.concat([simulated(rows).assign(set=name) for name, rows in sets.items()], ignore_index=True)
+    files = {"given": "measurements", "held_out": "held_out", "second": "second"}
+    sets = [simulated(published_rows(file)).assign(set=name) for name, file in files.items()]
+    return pd.concat(sets, ignore_index=True)
 
 
 def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
     """A row for each measurement: what it is of, measured and simulated milliseconds, and their errors.
 
     What was fitted to the source of a measurement is left out of the errors `left_out`. Refitting it takes the other
-    sources from measurements().
+    sources from measurements.csv.
     """
     import pandas as pd
 
     table = []
     with Composer() as composer:
         configs = [composer.compose(overrides(row)) for row in rows]
-        left_out = LeftOut([(row, composer.compose(overrides(row))) for row in measurements()])
+        left_out = LeftOut([(row, composer.compose(overrides(row))) for row in published_rows("measurements")])
     for row, config in zip(rows, configs, strict=True):
         run, without = simulation(config), simulation(left_out.without(row, config))
         about = {name: row[name] for name in ("source", "hardware", "method", "variant", *SHAPE, "causal")}
@@ -158,12 +135,7 @@ def backing(found: pd.DataFrame) -> list[Backing]:
 
     Where several implementations were measured, the one with the most points backs a kind.
     """
-    rows = [row for name, of in found.groupby("implementation") for row in _backing(of, "error_left_out", str(name))]
-    most: dict[Kind, Backing] = {}
-    for row in rows:
-        if row.kind not in most or row.points > most[row.kind].points:
-            most[row.kind] = row
-    return [most[kind] for kind in sorted(most)]
+    return most_measured(_backing(found, "error_left_out"))
 
 
 def measured_here() -> list[Backing]:
@@ -173,7 +145,8 @@ def measured_here() -> list[Backing]:
     frame = pd.read_csv(MEASURED, keep_default_na=False).query("status == 'ok'")
     with Composer() as composer:
         kinds = [_transfers_of(composer, row) for row in frame.to_dict("records")]
-    return _backing(frame.assign(transfers=kinds, links="emulated hosts"), "step_error", OURS.name)
+    about = {"transfers": kinds, "links": "emulated hosts", "implementation": OURS.name}
+    return _backing(frame.assign(**about), "step_error")
 
 
 def _transfers_of(composer: Composer, row: Mapping[str, Any]) -> str:
@@ -187,13 +160,11 @@ def _transfers_of(composer: Composer, row: Mapping[str, Any]) -> str:
     return transfers_of(plans_of(request).values())
 
 
-def _backing(found: pd.DataFrame, column: str, implementation: str) -> list[Backing]:
-    """A row for each kind of points, from the errors in a column."""
+def _backing(found: pd.DataFrame, column: str) -> list[Backing]:
+    """A row for each kind of points and each implementation, from the errors in a column."""
     masks = [(CAUSAL if str(causal) == "True" else FULL).measured_as for causal in found["causal"]]
     rows = []
-    for kinds, group in found.assign(mask=masks).groupby(["mask", "transfers", "links"]):
-        mask, transfers, links = map(str, cast(tuple, kinds))
-        kind = Kind(Attention.name, mask, transfers, links)
+    for kind, implementation, group in by_kind(found.assign(mask=masks), Attention.name):
         clusters = {str(name): _figures(str(name), rows, kind) for name, rows in group.groupby("cluster")}
         rows.append(Backing.of(kind, group[column], implementation, clusters))
     return rows

@@ -16,17 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from sp_bench import markdown
-from sp_bench.cli.arguments import run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.cli.words import tokens
-from sp_bench.extras import require
 from sp_bench.point import resolve
 from sp_bench.point.backing import Backing, Kind, figures_of
 from sp_bench.point.training import simulate_training
-from sp_bench.validate.files import folder_of, rows_of
+from sp_bench.validate.common import by_kind, most_measured, published_rows
 from sp_bench.workload.train import Train
 
 if TYPE_CHECKING:
@@ -54,23 +53,11 @@ class Step(NamedTuple):
     """The hash of the figures that its time depends on (backing.figures_of)."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
-    return run_command("sp_bench.validate steps", __doc__ or "", _steps, argv)
-
-
-def _steps(arguments: list[str]) -> int:
-    require("analysis", "validating")
-    out = folder_of(arguments)
-    frame = simulated(steps())
+def write(out: Path) -> None:
+    """Simulate all steps, write the table, and print it with the errors by source."""
+    frame = simulated(published_rows("steps"))
     frame.to_csv(out / "published_steps.csv", index=False)
     print(f"{out / 'published_steps.csv'}: {len(frame)} steps\n\n{table(frame)}\n\n{words(frame)}")
-    return 0
-
-
-def steps() -> list[dict[str, str]]:
-    """The published steps, as the columns of their file."""
-    return rows_of("steps")
 
 
 def source_of(row: Mapping[str, str]) -> str:
@@ -180,12 +167,12 @@ def backing(found: pd.DataFrame) -> list[Backing]:
 
     A kind has the implementation of which most steps are known, if they are LEAST or more.
     """
-    rows: dict[Kind, Backing] = {}
-    for kinds, steps_of in found.groupby(["mask", "transfers", "links", "implementation"]):
-        mask, transfers, links, implementation = map(str, cast(tuple, kinds))
-        kind = Kind(Train.name, mask, transfers, links)
-        if len(steps_of) < max(LEAST, rows[kind].points + 1 if kind in rows else 0):
-            continue
-        figures = {f"{r['cluster']} ({r['kernel']})": r["figures"] for r in steps_of.to_dict("records")}
-        rows[kind] = Backing.of(kind, steps_of["error_left_out"], implementation, figures)
-    return [rows[kind] for kind in sorted(rows)]
+
+    def figures(rows: pd.DataFrame) -> dict[str, str]:
+        return {f"{row['cluster']} ({row['kernel']})": row["figures"] for row in rows.to_dict("records")}
+
+    return most_measured(
+        Backing.of(kind, rows["error_left_out"], implementation, figures(rows))
+        for kind, implementation, rows in by_kind(found, Train.name)
+        if len(rows) >= LEAST
+    )

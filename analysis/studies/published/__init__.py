@@ -24,21 +24,17 @@ from sp_bench.analysis.table import Cell
 from sp_bench.cli.compose import Composer
 from sp_bench.plan.method import PHASES
 from sp_bench.point.backing import TELLING
+from sp_bench.validate.common import published_rows
 from sp_bench.validate.left_out import LeftOut, fits, is_fitted, simulation
-from sp_bench.validate.published import held_out, measurements, overrides, pairs, point_name, second
+from sp_bench.validate.published import overrides, pairs, point_name
 
-FILES: Mapping[str, Callable[[], list[dict[str, str]]]] = {
-    "measurements": measurements,
-    "held_out": held_out,
-    "second": second,
-}
-"""The measurements by their file's name: those that some figures were fitted to, those that nothing was, and the second
-set: tiles, and larger machines."""
 WORDS = {
     "measurements": "some figures were fitted to",
     "held_out": "nothing was fitted to",
     "second": "are of the second set",
 }
+"""The files of measurements: those that some figures were fitted to, those that nothing was, and the second set (tiles,
+and larger machines)."""
 LEFT_OUT = source("published.left-out")
 UNEXPLAINED = 0.1
 """Methods of a source with a larger error are listed."""
@@ -74,8 +70,8 @@ def asked() -> list[tuple[str, int, dict[str, str], dict[str, Any]]]:
     with Composer() as composer:
         return [
             (file, line, row, composer.compose(overrides(row)))
-            for file, rows in FILES.items()
-            for line, row in enumerate(rows(), start=2)
+            for file in WORDS
+            for line, row in enumerate(published_rows(file), start=2)
         ]
 
 
@@ -106,7 +102,7 @@ def errors(runs: Runs) -> Section:
     by["hardware"] = lambda one: one.row["hardware"]
     tables = {
         f"{file}_{name}": [[group, *_spread(ones)] for group, ones in _grouped(_of(all_rows, file), key).items()]
-        for file in FILES
+        for file in WORDS
         for name, key in by.items()
         if name != "hardware" or file == "second"
     }
@@ -142,7 +138,7 @@ def _ninth(numbers: Sequence[Number]) -> Number:
 
 
 def _picture(found: Sequence[Compared]) -> Figure:
-    canvas, axes = new_figure(len(FILES), height=3.6, sharex=True, sharey=True)
+    canvas, axes = new_figure(len(WORDS), height=3.6, sharex=True, sharey=True)
     names = methods_in_order(one.row["method"] for one in found)
     for axis, (file, words) in zip(axes[0], WORDS.items(), strict=True):
         of_file = _of(found, file)
