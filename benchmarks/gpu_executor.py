@@ -1,12 +1,9 @@
 """The executor on this machine's GPU: `python -m benchmarks.gpu_executor [kernel=auto]` prints tables.
 
-The first tables have the errors of every method against fp64, with partials in the compute dtype and in fp32 on the
-wire. The ranks share the GPU, and their transfers go through the host by gloo: streams, events and memory are a GPU's,
-the network is not. The next tables have single ranks of many, executed alone with copies for transfers: the shares of
-kernels, folds and waiting in a rank's time, and the time in which the calling thread queues the work. Queueing is
-hidden while it takes less time than the device. Numbers are medians, measured in turn unless one fails; then each is
-measured by itself. Failures, and errors above the correctness gate's bounds, are listed below their table, and the exit
-code is 1. Without CUDA it is 2.
+They have the errors of every method against fp64, with partials in the compute dtype and in fp32 on the wire. The ranks
+share the GPU, and their transfers go through the host by gloo: streams, events and memory are a GPU's, the network is
+not. Failures, and errors above the correctness gate's bounds, are listed below their table, and the exit code is 1.
+Without CUDA it is 2. The times of single ranks of many are those of `mode=alone`.
 """
 
 from __future__ import annotations
@@ -17,24 +14,20 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from benchmarks.gpu_kernels import Row, with_failures
-from sp_bench import account
 from sp_bench.cli.arguments import only_keys, run_command
 from sp_bench.errors import RequestError
 from sp_bench.kernels import choose
 from sp_bench.machine import Devices
 from sp_bench.measure.pool import RankFailure, RankPool
 from sp_bench.measure.result import RankResult
-from sp_bench.measure.samples import STEP
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import Problem
-from sp_bench.reading import Tokens, read
 from sp_bench.workload import Attention, Spec
 
 # An option that is a function takes the number of ranks.
@@ -46,16 +39,12 @@ METHODS: tuple[tuple[str, dict[str, object]], ...] = (
     ("all_gather", {}),
     ("usp", {"ulysses": lambda n: min(n, 8)}),
 )
-HEADS, HEAD_DIM, DTYPE, ITERS, WARMUP, TIMEOUT_S = 32, 128, "bfloat16", 10, 3, 300.0
+HEADS, HEAD_DIM, DTYPE, TIMEOUT_S = 32, 128, "bfloat16", 300.0
 SHARED_BY = (2, 4, 16)
-"""Numbers of ranks that share the GPU in the tables of errors."""
-ALONE_OF = ((64, "256k"), (256, "1M"))
-"""GPUs and tokens of the whole sequence in the tables of single ranks."""
+"""Numbers of ranks that share the GPU."""
 
 
-def spec(
-    method: str, options: dict[str, object], n: int, seqlen: int, *, kernel: str, wire: str = "", alone: int | None
-) -> Spec:
+def spec(method: str, options: dict[str, object], n: int, seqlen: int, *, kernel: str, wire: str = "") -> Spec:
     """The specification of a point for its ranks. Raises RequestError if the method can't run it."""
     options = {name: value(n) if callable(value) else value for name, value in options.items()}
     built = build(method, options)
@@ -71,27 +60,19 @@ def spec(
     )
     chosen = built.candidates(problem)[0]
     plans = {phase: chosen.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
-    return Spec(
-        workload=Attention(phases=PHASES),
-        problem=chosen.assigned(problem),
-        plans=plans,
-        kernel=kernel,
-        alone=alone,
-        verify=alone is None,
-        parts=True,
-    )
+    return Spec(workload=Attention(phases=PHASES), problem=chosen.assigned(problem), plans=plans, kernel=kernel)
 
 
-def measured(n: int, devices: Devices, specs: Sequence[Spec], iters: int, warmup: int) -> list[RankResult | str]:
+def measured(n: int, devices: Devices, specs: Sequence[Spec]) -> list[RankResult | str]:
     """The result of rank 0 for each point, or its fault. If one fails, each is measured by itself."""
     job = "sp_bench.measure.job:measure"
     try:
         with RankPool(n, TIMEOUT_S, devices=devices) as pool:
-            return [one.wrong(DTYPE) or one for one in pool.run(job, list(specs), iters, warmup)[0]]
+            return [one.wrong(DTYPE) or one for one in pool.run(job, list(specs), 1, 0)[0]]
     except RankFailure as error:
         if len(specs) == 1:
             return [" ".join(str(error).split())]
-    return [result for one in specs for result in measured(n, devices, [one], iters, warmup)]
+    return [result for one in specs for result in measured(n, devices, [one])]
 
 
 def exactness(n: int, kernel: str) -> Iterator[Row | str]:
@@ -99,8 +80,8 @@ def exactness(n: int, kernel: str) -> Iterator[Row | str]:
     asked = []
     for (method, options), wire in itertools.product(METHODS, (DTYPE, "float32")):
         with contextlib.suppress(RequestError):
-            asked.append((method, spec(method, options, n, 1024 * n, kernel=kernel, wire=wire, alone=None)))
-    results = measured(n, Devices(kind="cuda", shared=True), [one for _, one in asked], 1, 0)
+            asked.append((method, spec(method, options, n, 1024 * n, kernel=kernel, wire=wire)))
+    results = measured(n, Devices(kind="cuda", shared=True), [one for _, one in asked])
     for (method, one), result in zip(asked, results, strict=True):
         wire = one.problem.wire_dtype
         if isinstance(result, str):
@@ -108,36 +89,6 @@ def exactness(n: int, kernel: str) -> Iterator[Row | str]:
         else:
             errors = {name: f"{error:.1e}" for name, error in result.gate.overall.items()}
             yield {"method": method, "ranks": str(n), "wire": wire, "kernel": result.kernel, **errors}
-
-
-def alone(n: int, tokens: str, kernel: str) -> Iterator[Row | str]:
-    """The times of each method's rank 0 of n, alone on the GPU."""
-    seqlen = read(Tokens, tokens, "seqlen")
-    asked = [(method, spec(method, options, n, seqlen, kernel=kernel, alone=0)) for method, options in METHODS]
-    results = measured(1, Devices(kind="cuda"), [one for _, one in asked], ITERS, WARMUP)
-    for (method, one), result in zip(asked, results, strict=True):
-        if isinstance(result, str):
-            yield f"{method}, rank 0 of {n}: {result}"
-        else:
-            yield {"method": method, "GPUs": str(n), **_taken(one, result)}
-
-
-def _taken(one: Spec, found: RankResult) -> Row:
-    plans, problem = one.plans.values(), one.problem
-    device_s, caller_s, *parts_s = (
-        float(np.median(found.samples.by_rank(part))) for part in (STEP, "caller", "kernels", "folds", "waits")
-    )
-    parts = dict(zip(("kernels", "folds", "waiting"), parts_s, strict=True))
-    operations = sum(len(plan.ops) for plan in plans)
-    expected = account.peak_bytes(plans, problem)
-    return {
-        "tokens of a block": str(problem.queries.largest),
-        "device": f"{1e3 * device_s:.2f} ms",
-        **{name: f"{part_s / device_s:.1%}" for name, part_s in parts.items()},
-        "queueing": f"{1e3 * caller_s:.2f} ms ({caller_s / device_s:.1%} of the device's time)",
-        "each operation": f"{1e6 * caller_s / operations:.0f} us",
-        "memory / plans' peak": f"{found.memory.device_bytes / expected:.2f}",
-    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -148,14 +99,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _print(arguments: list[str]) -> int:
     kernel = only_keys(arguments, {"kernel": "auto"}).get("kernel", "auto")
     if not torch.cuda.is_available():
-        raise RequestError("device=cuda", "torch finds no GPU here", "benchmarks.executor_profile would work")
+        raise RequestError(
+            "device=cuda", "torch finds no GPU here", "python -m analysis.reproduce study=executor would work"
+        )
     choose(kernel, "cuda", DTYPE, HEAD_DIM)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {HEADS} heads of {HEAD_DIM}, {DTYPE}, causal\n")
     complete = True
-    tables = [exactness(n, kernel) for n in SHARED_BY]
-    tables += [alone(n, tokens, kernel) for n, tokens in ALONE_OF]
-    for rows in tables:
-        text, none_failed = with_failures(rows)
+    for n in SHARED_BY:
+        text, none_failed = with_failures(exactness(n, kernel))
         print(text, end="\n\n", flush=True)
         complete = complete and none_failed
     return 0 if complete else 1

@@ -310,32 +310,31 @@ def test_the_gpu_s_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_executor.main([]) == 2
     assert "torch finds no GPU here" in capsys.readouterr().err
-    for name, value in {"HEADS": 4, "HEAD_DIM": 16, "DTYPE": "bfloat16", "ITERS": 1, "WARMUP": 0}.items():
+    for name, value in {"HEADS": 4, "HEAD_DIM": 16, "DTYPE": "bfloat16"}.items():
         monkeypatch.setattr(gpu_executor, name, value)
     monkeypatch.setattr(gpu_executor, "METHODS", gpu_executor.METHODS[:4])
     monkeypatch.setattr(gpu_executor, "Devices", lambda **_: CPUS)
     monkeypatch.setattr(gpu_executor, "SHARED_BY", (2,))
-    monkeypatch.setattr(gpu_executor, "ALONE_OF", ((16, "1k"),))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
     monkeypatch.setattr(gpu_executor, "choose", lambda *_: None)
     assert gpu_executor.main(["kernel=aten_cpu"]) == 0
-    _, exact, alone = capsys.readouterr().out.split("\n\n", 2)
+    _, exact, _ = capsys.readouterr().out.split("\n\n", 2)
     assert len(exact.splitlines()) == 2 + 8 and exact.count("| 2 | float32 | aten_cpu |") == 4
-    assert len(alone.split("\n\n")[0].splitlines()) == 2 + 4 == 2 + alone.count("| 16 | 64 |")
 
 
 @pytest.mark.long
 def test_what_fails_on_the_gpu_is_said_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"HEADS": 4, "HEAD_DIM": 16, "DTYPE": "float32", "ITERS": 1, "WARMUP": 0}.items():
+    for name, value in {"HEADS": 4, "HEAD_DIM": 16, "DTYPE": "float32"}.items():
         monkeypatch.setattr(gpu_executor, name, value)
     kernels = ("aten_cpu", "cudnn", "reference")
-    specs = [gpu_executor.spec("ring", {}, 2, 128, kernel=kernel, alone=None) for kernel in kernels]
-    first, failed, last = gpu_executor.measured(2, CPUS, specs, 1, 0)
+    specs = [gpu_executor.spec("ring", {}, 2, 128, kernel=kernel) for kernel in kernels]
+    first, failed, last = gpu_executor.measured(2, CPUS, specs)
     assert isinstance(first, RankResult) and isinstance(last, RankResult) and not first.wrong("float32")
     assert isinstance(failed, str) and "kernel=cudnn: it runs on cuda only, not on cpu" in failed
     monkeypatch.setattr(gpu_executor, "Devices", lambda **_: CPUS)
     monkeypatch.setattr(gpu_executor, "METHODS", gpu_executor.METHODS[:1])
     assert all(isinstance(found, dict) for found in gpu_executor.exactness(2, "aten_cpu"))
     monkeypatch.setattr(RankResult, "wrong", lambda self, dtype: f"wrong in {dtype}")
-    assert [*gpu_executor.alone(4, "256", "aten_cpu")] == ["ring, rank 0 of 4: wrong in float32"]
+    wrong = [f"ring, 2 ranks, {wire} on the wire: wrong in float32" for wire in ("float32", "float32")]
+    assert [*gpu_executor.exactness(2, "aten_cpu")] == wrong
