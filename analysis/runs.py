@@ -188,6 +188,14 @@ class Runs:
         """The records of make(*place) at each place of the product of axes."""
         return self.by_key({place: make(*place) for place in product(*axes)})
 
+    def by_setting(
+        self, make: Callable[[Any, str], Point], settings: Iterable[Item], methods: Iterable[str]
+    ) -> list[tuple[Item, dict[str, Record]]]:
+        """Each setting with the records of make(setting, method) by method."""
+        settings, methods = list(settings), list(methods)
+        records = self.grid(make, settings, methods)
+        return [(setting, {method: records[setting, method] for method in methods}) for setting in settings]
+
     def _keep(self, one: Point, record: Record) -> None:
         self._known[one] = record
         self.progress(" ".join(one))

@@ -71,12 +71,8 @@ def _point(setting: Setting, method: str) -> Point:
 
 def fastest(runs: Runs) -> list[Row]:
     """A row for each setting: every method's step, the fastest ones, what bounds the first, and a GPU's cache."""
-    records = runs.by_key(
-        {(setting, method): _point(setting, method) for setting, method in product(SETTINGS, METHODS)}
-    )
     rows = []
-    for setting in SETTINGS:
-        steps = {name: records[setting, name] for name in METHODS}
+    for setting, steps in runs.by_setting(_point, SETTINGS, METHODS):
         row = {"attention": setting.shape.name, "cache": tokens(setting.cache), "batch": str(setting.batch)}
         row |= {"GPUs": str(setting.gpus)} | by_method(steps, digits=2)
         rows.append(row | {"cache a GPU, MB": _megabytes(by_time(steps.values())[0])})

@@ -109,8 +109,8 @@ def tied(ranked: Iterable[Step]) -> list[Step]:
 
 def _ranked(runs: Runs, places: Iterable[Any], keys: Callable[[Any], Mapping[str, Any]]) -> dict[Any, list[Step]]:
     """The steps of all methods at each place, whose keys of the command line are given."""
-    records = runs.grid(lambda place, name: asked(name, **keys(place)), places, METHODS)
-    return {place: steps({name: records[place, name] for name in METHODS}) for place in places}
+    by_place = runs.by_setting(lambda place, name: asked(name, **keys(place)), places, METHODS)
+    return {place: steps(records) for place, records in by_place}
 
 
 def grid(runs: Runs) -> dict[Key, list[Step]]:

@@ -54,11 +54,6 @@ SETTINGS = [Setting(*each) for each in product(SHAPES, HISTORIES, GPUS, PARTS)]
 Row = dict[str, str]
 
 
-def records(runs: Runs) -> Mapping[tuple[Setting, str], Record]:
-    """The record of each setting and method."""
-    return runs.by_key({(setting, method): _point(setting, method) for setting, method in product(SETTINGS, METHODS)})
-
-
 def _point(setting: Setting, method: str) -> Point:
     shape = {key: value for key, value in setting.shape._asdict().items() if key != "name"}
     lengths = {"seqlen": setting.part, "kv_seqlen": setting.history + setting.part}
@@ -68,11 +63,10 @@ def _point(setting: Setting, method: str) -> Point:
 
 def fastest(runs: Runs) -> list[Row]:
     """A row for each setting: every method's step, the fastest ones, and what bounds the first."""
-    of_points, rows = records(runs), []
-    for setting in SETTINGS:
+    rows = []
+    for setting, records in runs.by_setting(_point, SETTINGS, METHODS):
         row = {"attention": setting.shape.name, "history": tokens(setting.history), "GPUs": str(setting.gpus)}
-        row |= {"new tokens": tokens(setting.part)}
-        rows.append(row | by_method({name: of_points[setting, name] for name in METHODS}))
+        rows.append(row | {"new tokens": tokens(setting.part)} | by_method(records))
     return rows
 
 
@@ -80,7 +74,7 @@ def crossings(runs: Runs) -> list[Row]:
     """A row for each attention, history and number of GPUs: the largest part for which pass-Q sends less than Ring, by
     the closed form, and that for which it is faster in simulation.
     """
-    of_points, rows = records(runs), []
+    of_points, rows = runs.grid(_point, SETTINGS, ("ring", "pass_q")), []
     for shape, history, gpus in product(SHAPES, HISTORIES, GPUS):
         pairs = {
             part: [of_points[Setting(shape, history, gpus, part), name] for name in ("ring", "pass_q")]

@@ -37,10 +37,8 @@ class Setting(NamedTuple):
 def of_models(runs: Runs) -> list[Row]:
     """A row for each model, prompt and number of GPUs: the time to the first token with every method, in chunks."""
     settings = [Setting(*each) for each in product(MODELS, LENGTHS, GPUS)]
-    of_points = runs.by_key({each: _prompt(*each) for each in product(settings, PROMPTS)})
     rows = []
-    for setting in settings:
-        records = {name: of_points[setting, name] for name in PROMPTS}
+    for setting, records in runs.by_setting(_prompt, settings, PROMPTS):
         row = {"model": setting.model, "prompt": tokens(setting.length), "GPUs": str(setting.gpus)}
         rows.append(row | by_method(records, "s") | _sizes(records))
     return rows
@@ -51,10 +49,8 @@ def steps(runs: Runs) -> list[Row]:
     step with every method.
     """
     settings = [Setting(*each) for each in product(MODELS, LENGTHS, GPUS, BATCHES)]
-    of_points = runs.by_key({each: _step(*each) for each in product(settings, STEPS)})
     rows = []
-    for setting in settings:
-        records = {name: of_points[setting, name] for name in STEPS}
+    for setting, records in runs.by_setting(_step, settings, STEPS):
         row = {"model": setting.model, "cache": tokens(setting.length), "batch": str(setting.batch)}
         row |= {"GPUs": str(setting.gpus)}
         rows.append(row | by_method(records) | _sizes(records))
@@ -66,10 +62,8 @@ def packs(runs: Runs) -> list[Row]:
     latents travel.
     """
     settings = [Setting(*each) for each in product(OF_LATENTS, (2**17, 2**19), GPUS)]
-    of_points = runs.by_key({each: _pack(*each) for each in product(settings, PACKS)})
     rows = []
-    for setting in settings:
-        records = {name: of_points[setting, name] for name in PACKS}
+    for setting, records in runs.by_setting(_pack, settings, PACKS):
         row = {"layer of": setting.model, "pack": tokens(setting.length), "GPUs": str(setting.gpus)}
         sent = " / ".join(number((records[name].comm_bytes_per_gpu or 0) / 1e6) for name in PACKS)
         rows.append(row | by_method(records) | {"sent by a GPU, MB": sent})

@@ -46,8 +46,7 @@ def prompts(runs: Runs) -> list[Row]:
     """A row for each prompt, number of GPUs and chunk: the time to the first token with every method, and what the
     fastest one takes over one piece, sends and holds.
     """
-    records = runs.by_key({(setting, name): _point(setting, name) for setting, name in product(SETTINGS, METHODS)})
-    rows = []
+    records, rows = runs.grid(_point, SETTINGS, METHODS), []
     for setting in SETTINGS:
         times_s = {name: _ttft_s(records[setting, name]) for name in METHODS}
         first = min(times_s, key=lambda name: times_s[name])

@@ -45,9 +45,7 @@ def _point(setting: Setting, method: str, form: str) -> Point:
 
 def by_form(runs: Runs) -> list[Row]:
     """A row for each setting: every method's step with keys and with latents, and the fastest of all."""
-    asked = list(product(SETTINGS, METHODS, FORMS))
-    records = runs.by_key({each: _point(*each) for each in asked})
-    rows = []
+    records, rows = runs.grid(_point, SETTINGS, METHODS, FORMS), []
     for setting in SETTINGS:
         steps = {
             (name, form): known(records[setting, name, form].step_ms_median) for name, form in product(METHODS, FORMS)
@@ -64,8 +62,8 @@ def sent(runs: Runs) -> list[Row]:
     """A row for each number of GPUs: what each sends for a training step of 256k tokens, and holds."""
     rows = []
     for gpus, form in product((8, 64), FORMS):
-        of = {name: _point(Setting("training", gpus, 2**18), name, form) for name in METHODS}
-        records = runs.by_key(of)
+        setting = Setting("training", gpus, 2**18)
+        records = runs.by_key({name: _point(setting, name, form) for name in METHODS})
         row = {"GPUs": str(gpus), "what travels": form}
         rows.append(row | {f"{name}, sent / peak GB": _gigabytes(records[name]) for name in METHODS})
     return rows
