@@ -200,18 +200,6 @@ def rounded(config: Any) -> Any:
     return float(f"{config:.4g}") if isinstance(config, float) else config
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes large and small floats with an exponent."""
-
-
-def _float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
-    shown = repr(value) if value == 0 or 1e-2 <= value < 1e4 else f"{value:.3e}"
-    return dumper.represent_scalar("tag:yaml.org,2002:float", shown)
-
-
-_Dumper.add_representer(float, _float)
-
-
 def cluster_file(config: Mapping[str, Any], on_fitted: tuple[float, float], on_held_out: tuple[float, float]) -> str:
     """The cluster's file. The errors are median and maximum of |ours / paper's - 1|."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -225,8 +213,7 @@ def cluster_file(config: Mapping[str, Any], on_fitted: tuple[float, float], on_h
         "peak_tflops": "what tables 3 and 4 imply together, median of the fitted cells",
         "intra.bytes_per_s, memory_bytes_per_s, launch_s": "an assumption; fast enough not to matter",
     }
-    body = yaml.dump({**config, "sources": sources}, Dumper=_Dumper, sort_keys=False, width=110)
-    return CLUSTER_HEAD + body
+    return CLUSTER_HEAD + yaml.safe_dump({**config, "sources": sources}, sort_keys=False, width=110)
 
 
 def main() -> None:
