@@ -78,7 +78,7 @@ class Sweep:
             for name in ("scripts", "logs", "points", "records"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
             for each in refused:
-                self.refuse(each.point, each.record)
+                self.refuse(*each)
             _write(self.folder / "sweep.json", content)
         except OSError as error:
             rule = f"can't be made ({error.strerror})"

@@ -49,12 +49,8 @@ class Task:
     points: tuple[Point, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refused:
-    """A point that can't be served, and its record with the error."""
-
-    point: Point
-    record: Record
+Refused = tuple[Point, Record]
+"""A point that can't be served, and its record with the error."""
 
 
 def planned(name: str, changes: Sequence[str], own: Path | None = None) -> tuple[list[Task], list[Refused]]:
@@ -67,7 +63,7 @@ def planned(name: str, changes: Sequence[str], own: Path | None = None) -> tuple
     refused = []
     for point in _composed(name, changes, own):
         if error := _refusal(point):
-            refused.append(Refused(point=point, record=unsupported(point.config, error)))
+            refused.append((point, unsupported(point.config, error)))
         else:
             groups.setdefault(setting_of(point.config), []).append(point)
     return numbered((_gpus(points[0]), points) for points in groups.values()), refused

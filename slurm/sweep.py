@@ -64,7 +64,7 @@ def _sweep(arguments: list[str]) -> int:
 def _answer(words: list[str], own: Path | None, *, dry: bool, wait: bool, live: bool) -> int:
     if "=" in words[0]:
         sweep, refused = asked_for(words, own)
-        errors = Counter(each.record.error for each in refused)
+        errors = Counter(record.error for _, record in refused)
         if not sweep.tasks:
             raise RequestError(
                 f"none of {len(refused)} points", "; ".join(map(str, errors)), "other values of these keys would work"
@@ -130,7 +130,7 @@ def asked_for(words: list[str], folder: Path | None = None) -> tuple[Sweep, list
         name=name,
         settings=settings,
         tasks=tasks,
-        refused=[each.point for each in refused],
+        refused=[point for point, _ in refused],
         code_version=records.code_version(),
     )
     return sweep, refused

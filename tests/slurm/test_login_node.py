@@ -66,7 +66,7 @@ def test_every_kind_of_point_is_planned_without_a_look_at_this_machine(changes: 
     given = [word for word in words(changes) if word.partition("=")[0] not in ("sweep", "slurm")]
     tasks, refused = planned("mesh_table3", given)
     assert tasks
-    assert not [each.record.error for each in refused]
+    assert not [record.error for _, record in refused]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_no_node_could_serve_is_refused_all_the_same(changes: list[str], sa
     given = [word for word in words(changes) if word.partition("=")[0] not in ("sweep", "slurm")]
     tasks, refused = planned("mesh_table3", given)
     assert not tasks
-    assert all(says in (each.record.error or "") for each in refused)
+    assert all(says in (record.error or "") for _, record in refused)
 
 
 def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
