@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from sp_bench.methods import REGISTRY, build
 from sp_bench.peers.peer import Peer
 from sp_bench.peers.registry import PEERS
 from sp_bench.peers.registry import build as build_peer
+from sp_bench.peers.user import function_named
 from sp_bench.plan.layout import LAYOUTS, Layout
 from sp_bench.plan.mask import MASKS
 from sp_bench.plan.method import PHASES, Method
@@ -102,18 +102,14 @@ class Function(Subject):
 
     def function(self) -> Callable[..., Any]:
         """The function. Raises RequestError where there is none."""
-        module, _, name = self.name.partition(":")
+        module = self.name.partition(":")[0]
         try:
             if importlib.util.find_spec(module) is None:
                 raise ModuleNotFoundError(f"no module {module}")
-            contents = vars(importlib.import_module(module))
+            return function_named(self.name, self.name)
         except ImportError as error:
             would_work = "the name of a module in this folder or on PYTHONPATH would work"
             raise RequestError(self.name, f"can't be imported: {error}", would_work) from None
-        if not callable(contents.get(name)):
-            names = [key for key, value in contents.items() if callable(value) and not key.startswith("_")]
-            raise RequestError(self.name, f"{module} has no function {name}", nearest(name, names))
-        return contents[name]
 
     def refuse(self, case: Case) -> None:
         made = self.claims

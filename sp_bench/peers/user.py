@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,6 +29,16 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from sp_bench.peers.peer import Attention
+
+
+def function_named(name: str, asked: str) -> Callable[..., Any]:
+    """The function module:name. Raises ImportError, and RequestError for `asked` if the module has no such function."""
+    module, _, function = name.partition(":")
+    contents = vars(importlib.import_module(module))
+    if not callable(contents.get(function)):
+        names = [key for key, value in contents.items() if callable(value) and not key.startswith("_")]
+        raise RequestError(asked, f"{module} has no function {function}", nearest(function, names))
+    return contents[function]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +92,7 @@ class User(Peer):
     def attention(self, problem: Problem, device: torch.device, group: ProcessGroup | None = None) -> Attention:
         import torch.distributed as dist
 
-        module_name, _, name = self.function.partition(":")
-        module = importlib.import_module(module_name)
-        if not callable(function := vars(module).get(name)):
-            names = sorted(key for key, value in vars(module).items() if callable(value) and key[0] != "_")
-            raise RequestError(f"impl={self.function}", f"{module_name} has no function {name}", nearest(name, names))
+        function = function_named(self.function, f"impl={self.function}")
         return lambda q, k, v: function(  # pyright: ignore[reportReturnType]
             q, k, v, causal=self.causal, group=group or dist.group.WORLD
         )
