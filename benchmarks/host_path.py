@@ -137,32 +137,26 @@ class TheirStep:
 
     def forward(self, action: Action = Action.EVERYTHING) -> None:
         """Queue a forward, or its blocks or n batches of messages alone."""
-        q, k, v, _ = self._inputs
-        if action is Action.COMMUNICATION:
-            self._batches(k, v)
-            return
-        with self._stubs(action):
-            self._found = getattr(self._module, f"{self._loop}_forward")(None, q, k, v, **self._how)
+        self._found = self._queue("forward", self._inputs[:3], action) or self._found
 
     def backward(self, action: Action = Action.EVERYTHING) -> None:
         """Queue the backward of the last forward, or its blocks or n batches of messages alone."""
-        q, k, v, dout = self._inputs
+        *qkv, dout = self._inputs
+        self._queue("backward", (dout, *qkv, *self._found), action)
+
+    def _queue(self, phase: str, tensors: Sequence[Tensor], action: Action) -> tuple[Tensor, ...]:
+        """Queue the loop of a phase; returns its results, none for messages alone."""
         if action is Action.COMMUNICATION:
-            self._batches(k, v)
-            return
-        with self._stubs(action):
-            getattr(self._module, f"{self._loop}_backward")(None, dout, q, k, v, *self._found, **self._how)
-
-    def _batches(self, k: Tensor, v: Tensor) -> None:
-        ring = self._module.RingComm(None)
-        for _ in range(self.n):
-            ring.send_recv_kv(k, v)
-            ring.wait()
-
-    def _stubs(self, action: Action) -> Any:
-        stubs = {"_flash_attn_forward": stub_flash_attn_forward, "_flash_attn_backward": stub_flash_attn_backward}
+            ring, (_, k, v, _) = self._module.RingComm(None), self._inputs
+            for _ in range(self.n):
+                ring.send_recv_kv(k, v)
+                ring.wait()
+            return ()
+        stubs: dict[str, Any] = {"_flash_attn_forward": stub_flash_attn_forward}
+        stubs |= {"_flash_attn_backward": stub_flash_attn_backward}
         stubs |= {"RingComm": _NoRing} if action is Action.COMPUTE else {}
-        return patch.multiple(self._module, **stubs)
+        with patch.multiple(self._module, **stubs):
+            return getattr(self._module, f"{self._loop}_{phase}")(None, *tensors, **self._how)
 
 
 class _NoRing:
