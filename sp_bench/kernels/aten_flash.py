@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sp_bench.kernels.contract import VarlenKernel, heads_first
 from sp_bench.kernels.cuda import CudaKernel, no_state, unit_stride
-from sp_bench.kernels.pieces import Pieces
+from sp_bench.kernels.pieces import Ends
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
@@ -44,28 +44,14 @@ class AtenFlash(CudaKernel, VarlenKernel):
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
-    def _forward_varlen(
-        self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, cu_q: Tensor, cu_kv: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        longest = (max(pieces.q_lengths), max(pieces.kv_lengths))
-        out, lse, *_ = _VARLEN_FORWARD(
-            *(unit_stride(x) for x in (q, k, v)), cu_q, cu_kv, *longest, 0.0, pieces.causal, False
-        )
+    def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ends: Ends) -> tuple[Tensor, Tensor]:
+        tensors = (unit_stride(x) for x in (q, k, v))
+        out, lse, *_ = _VARLEN_FORWARD(*tensors, *ends[:4], 0.0, ends.causal, False)
         return out, lse
 
     def _backward_varlen(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        pieces: Pieces,
-        cu_q: Tensor,
-        cu_kv: Tensor,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Ends
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = (unit_stride(x) for x in (dout, q, k, v, out))
-        longest = (max(pieces.q_lengths), max(pieces.kv_lengths))
         state = no_state(q.device, (2,), torch.uint64)
-        return _VARLEN_BACKWARD(*tensors, lse, cu_q, cu_kv, *longest, 0.0, pieces.causal, state, state)
+        return _VARLEN_BACKWARD(*tensors, lse, *ends[:4], 0.0, ends.causal, state, state)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sp_bench.kernels.entries import Entries
-from sp_bench.kernels.pieces import Pieces
+from sp_bench.kernels.pieces import Ends, Pieces
 from sp_bench.plan.regions import Region, RegionKind
 
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -216,8 +216,7 @@ class VarlenKernel(BlockKernel):
     def _forward_pieces(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
         if not self.takes_varlen(q.shape[3]):
             return super()._forward_pieces(q, k, v, pieces)
-        cu_q, cu_kv = pieces.cumulative(len(q))
-        out, lse = self._forward_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), pieces, cu_q, cu_kv)
+        out, lse = self._forward_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), pieces.ends(len(q)))
         return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
 
     def _gradients_of_pieces(
@@ -225,29 +224,16 @@ class VarlenKernel(BlockKernel):
     ) -> tuple[Tensor, ...]:
         if not self.takes_varlen(q.shape[3]):
             return super()._gradients_of_pieces(dout, q, k, v, out, lse, pieces)
-        cu_q, cu_kv = pieces.cumulative(len(q))
-        flat_dout, flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
-        flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
-        return self._backward_varlen(flat_dout, flat_q, flat_k, flat_v, flat_out, flat_lse, pieces, cu_q, cu_kv)
+        flat = (x.flatten(0, 1) for x in (dout, q, k, v, out))
+        return self._backward_varlen(*flat, lse.transpose(0, 1).flatten(1).contiguous(), pieces.ends(len(q)))
 
     @abstractmethod
-    def _forward_varlen(
-        self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, cu_q: Tensor, cu_kv: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ends: Ends) -> tuple[Tensor, Tensor]:
         """(out_THD, lse_HT) of q_THD, k and v, in which the pieces of all batch entries stand one behind the other."""
 
     @abstractmethod
     def _backward_varlen(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        pieces: Pieces,
-        cu_q: Tensor,
-        cu_kv: Tensor,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Ends
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv), as `_forward_varlen` has its tensors."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,14 +15,18 @@ from torch import Tensor
 from sp_bench.kernels.contract import PagedKernel, VarlenKernel
 from sp_bench.kernels.cuda import CudaKernel, beneath, deterministic, unit_stride
 from sp_bench.kernels.entries import Entries
-from sp_bench.kernels.pieces import Pieces
+from sp_bench.kernels.pieces import Ends
 
 PAGES_OF = 256
 """Its pages have a multiple of so many tokens (csrc/flash_attn/flash_api.cpp, mha_fwd_kvcache)."""
+PLAIN: Mapping[str, Any] = {
+    "dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None,
+}  # fmt: skip
+"""The arguments for nothing beside the mask: a window of (-1, -1) is none."""
 
 
 class FlashAttn(CudaKernel, VarlenKernel, PagedKernel):
-    """FlashAttention-2. Its tensors are (B, S, H, D), as in the contract; a window of (-1, -1) means no window."""
+    """FlashAttention-2. Its tensors are (B, S, H, D), as in the contract."""
 
     name = "flash_attn"
     package = "flash_attn.flash_attn_interface"
@@ -48,62 +52,20 @@ class FlashAttn(CudaKernel, VarlenKernel, PagedKernel):
         )
         return out, lse.contiguous()
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = beneath(self.functions._flash_attn_forward)(
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, name: str = "_flash_attn_forward", **varlen: Any
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = beneath(getattr(self.functions, name))(
             *(unit_stride(x) for x in (q, k, v)),
-            dropout_p=0.0,
-            softmax_scale=1 / math.sqrt(q.shape[3]),
+            softmax_scale=1 / math.sqrt(q.shape[-1]),
             causal=causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
             return_softmax=False,
+            **PLAIN,
+            **varlen,
         )
         return out, lse.contiguous()
 
     def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        beneath(self.functions._flash_attn_backward)(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),  # read through its pointer
-            dq,
-            dk,
-            dv,
-            dropout_p=0.0,
-            softmax_scale=1 / math.sqrt(q.shape[3]),
-            causal=causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
-            deterministic=deterministic(),
-        )
-        return dq, dk, dv
-
-    def _forward_varlen(
-        self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, cu_q: Tensor, cu_kv: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = beneath(self.functions._flash_attn_varlen_forward)(
-            *(unit_stride(x) for x in (q, k, v)),
-            cu_q,
-            cu_kv,
-            max(pieces.q_lengths),
-            max(pieces.kv_lengths),
-            dropout_p=0.0,
-            softmax_scale=1 / math.sqrt(q.shape[2]),
-            causal=pieces.causal,
-        )
-        return out, lse
-
-    def _backward_varlen(
         self,
         dout: Tensor,
         q: Tensor,
@@ -111,33 +73,26 @@ class FlashAttn(CudaKernel, VarlenKernel, PagedKernel):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        pieces: Pieces,
-        cu_q: Tensor,
-        cu_kv: Tensor,
+        causal: bool,
+        name: str = "_flash_attn_backward",
+        **varlen: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        beneath(self.functions._flash_attn_varlen_backward)(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dq,
-            dk,
-            dv,
-            cu_q,
-            cu_kv,
-            max(pieces.q_lengths),
-            max(pieces.kv_lengths),
-            dropout_p=0.0,
-            softmax_scale=1 / math.sqrt(q.shape[2]),
-            causal=pieces.causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
+        beneath(getattr(self.functions, name))(
+            *(dout, q, k, v, out, lse.contiguous(), dq, dk, dv),  # the lse is read through its pointer
+            softmax_scale=1 / math.sqrt(q.shape[-1]),
+            causal=causal,
             deterministic=deterministic(),
+            **PLAIN,
+            **varlen,
         )
         return dq, dk, dv
+
+    def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ends: Ends) -> tuple[Tensor, Tensor]:
+        return self._forward(q, k, v, ends.causal, "_flash_attn_varlen_forward", **ends.named)
+
+    def _backward_varlen(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Ends
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._backward(dout, q, k, v, out, lse, ends.causal, "_flash_attn_varlen_backward", **ends.named)

@@ -16,7 +16,7 @@ from sp_bench.errors import RequestError
 from sp_bench.kernels.contract import PagedKernel, VarlenKernel
 from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
 from sp_bench.kernels.entries import ABSORBED, Entries
-from sp_bench.kernels.pieces import Pieces
+from sp_bench.kernels.pieces import Ends
 
 
 class FlashAttn3(CudaKernel, VarlenKernel, PagedKernel):
@@ -76,103 +76,46 @@ class FlashAttn3(CudaKernel, VarlenKernel, PagedKernel):
         return (q[..., width:], unit_stride(k)[..., width:], unit_stride(v)), {"q_v": q[..., :width]}
 
     def forward_pages(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
-        operands, more = self._operands(q, k, v)
-        out, lse, *_ = self.functions.fwd.default(
-            *operands,
-            **more,
-            seqused_k=entries.counts,
-            page_table=entries.table,
-            softmax_scale=1 / math.sqrt(q.shape[3]),
-            is_causal=False,
-            num_splits=self._splits,
-            sm_margin=self.sm_margin,
-        )
-        return out, lse.contiguous()
+        return self._forward(q, k, v, False, seqused_k=entries.counts, page_table=entries.table)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, **lengths: Any) -> tuple[Tensor, Tensor]:
         operands, more = self._operands(q, k, v)
         out, lse, *_ = self.functions.fwd.default(
             *operands,
             **more,
-            softmax_scale=1 / math.sqrt(q.shape[3]),
+            softmax_scale=1 / math.sqrt(q.shape[-1]),
             is_causal=causal,
             num_splits=self._splits,
             sm_margin=self.sm_margin,
+            **lengths,
         )
         return out, lse.contiguous()
 
     def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, **lengths: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self.functions.bwd.default(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
+            *(dout, q, k, v, out, lse.contiguous()),
             dq=dq,
             dk=dk,
             dv=dv,
-            softmax_scale=1 / math.sqrt(q.shape[3]),
+            softmax_scale=1 / math.sqrt(q.shape[-1]),
             is_causal=causal,
             deterministic=deterministic(),
             sm_margin=self.sm_margin,
+            **lengths,
         )
         return dq, dk, dv
 
-    def _forward_varlen(
-        self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, cu_q: Tensor, cu_kv: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.functions.fwd.default(
-            *(unit_stride(x) for x in (q, k, v)),
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_kv,
-            max_seqlen_q=max(pieces.q_lengths),
-            max_seqlen_k=max(pieces.kv_lengths),
-            softmax_scale=1 / math.sqrt(q.shape[2]),
-            is_causal=pieces.causal,
-            num_splits=self._splits,
-            sm_margin=self.sm_margin,
-        )
-        return out, lse
+    def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ends: Ends) -> tuple[Tensor, Tensor]:
+        return self._forward(q, k, v, ends.causal, **ends.named)
 
     def _backward_varlen(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        pieces: Pieces,
-        cu_q: Tensor,
-        cu_kv: Tensor,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Ends
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        self.functions.bwd.default(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_kv,
-            max_seqlen_q=max(pieces.q_lengths),
-            max_seqlen_k=max(pieces.kv_lengths),
-            softmax_scale=1 / math.sqrt(q.shape[2]),
-            is_causal=pieces.causal,
-            deterministic=deterministic(),
-            sm_margin=self.sm_margin,
-        )
-        return dq, dk, dv
+        return self._backward(dout, q, k, v, out, lse, ends.causal, **ends.named)
 
 
 def _has_defaults(operator: Any) -> bool:

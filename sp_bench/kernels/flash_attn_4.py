@@ -15,7 +15,7 @@ from torch import Tensor
 from sp_bench.errors import RequestError
 from sp_bench.kernels.contract import VarlenKernel
 from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
-from sp_bench.kernels.pieces import Pieces
+from sp_bench.kernels.pieces import Ends
 
 CALLED_WITH: Mapping[str, tuple[str, ...]] = {
     "_flash_attn_fwd": (
@@ -66,61 +66,33 @@ class FlashAttn4(CudaKernel, VarlenKernel):
         # elsewhere: on an H100 head_dim=16 got wrong gradients but for the first piece, 64 and 128 right ones.
         return super().takes_varlen(head_dim) and head_dim % 32 == 0
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, **lengths: Any) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.functions._flash_attn_fwd(
             *(unit_stride(x) for x in (q, k, v)),
-            softmax_scale=1 / math.sqrt(q.shape[3]),
+            softmax_scale=1 / math.sqrt(q.shape[-1]),
             causal=causal,
             return_lse=True,
+            **lengths,
         )
         return out, lse.contiguous()
 
     def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, **lengths: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv, *_ = self.functions._flash_attn_bwd(
             *(unit_stride(x) for x in (q, k, v, out, dout)),
             lse.contiguous(),
-            softmax_scale=1 / math.sqrt(q.shape[3]),
+            softmax_scale=1 / math.sqrt(q.shape[-1]),
             causal=causal,
             deterministic=deterministic(),
+            **lengths,
         )
         return dq, dk, dv
 
-    def _forward_varlen(
-        self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, cu_q: Tensor, cu_kv: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.functions._flash_attn_fwd(
-            *(unit_stride(x) for x in (q, k, v)),
-            softmax_scale=1 / math.sqrt(q.shape[2]),
-            causal=pieces.causal,
-            return_lse=True,
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_kv,
-            max_seqlen_q=max(pieces.q_lengths),
-            max_seqlen_k=max(pieces.kv_lengths),
-        )
-        return out, lse
+    def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ends: Ends) -> tuple[Tensor, Tensor]:
+        return self._forward(q, k, v, ends.causal, **ends.named)
 
     def _backward_varlen(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        pieces: Pieces,
-        cu_q: Tensor,
-        cu_kv: Tensor,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Ends
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv, *_ = self.functions._flash_attn_bwd(
-            *(unit_stride(x) for x in (q, k, v, out, dout)),
-            lse,
-            softmax_scale=1 / math.sqrt(q.shape[2]),
-            causal=pieces.causal,
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_kv,
-            deterministic=deterministic(),
-        )
-        return dq, dk, dv
+        return self._backward(dout, q, k, v, out, lse, ends.causal, cu_seqlens_q=ends.q, cu_seqlens_k=ends.kv)

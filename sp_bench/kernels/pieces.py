@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,22 @@ SMALL = 16
 """Regions of at most so many queries and keys are worth a copy into a batch; a kernel is busy with larger ones."""
 
 
+class Ends(NamedTuple):
+    """Pieces of all entries of a batch, one behind the other, as kernels for variable lengths are told of them."""
+
+    q: Tensor
+    kv: Tensor
+    """The starts of each piece's queries, and of its keys, and the last end: int32."""
+    longest_q: int
+    longest_kv: int
+    causal: bool
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The lengths by the names that FlashAttention has for them."""
+        return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), self, strict=False))
+
+
 @dataclass(frozen=True)
 class Pieces:
     """Regions of one kind, FULL or CAUSAL, with copies of rows that two have in common. UPPER ones are gathered
@@ -28,8 +45,8 @@ class Pieces:
 
     regions: RegionTable
     device: torch.device
-    _cumulative: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The starts of queries and of keys, by the size of the batch."""
+    _ends: dict[int, Ends] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By the size of the batch."""
 
     @property
     def causal(self) -> bool:
@@ -56,15 +73,15 @@ class Pieces:
         """The keys of each piece."""
         return tuple(self.regions.kv_tokens.tolist())
 
-    def cumulative(self, batch: int) -> tuple[Tensor, Tensor]:
-        """The starts of each piece's queries and keys, and the last end: int32, batch entries one by one.
+    def ends(self, batch: int) -> Ends:
+        """The pieces of so many batch entries, in line.
 
         Made once: a copy to a GPU makes the caller wait for it, and can't be captured.
         """
-        if batch not in self._cumulative:
-            queries, keys = (torch.from_numpy(ends).to(self.device) for ends in self.regions.starts(batch))
-            self._cumulative[batch] = queries, keys
-        return self._cumulative[batch]
+        if batch not in self._ends:
+            q, kv = (torch.from_numpy(starts).to(self.device) for starts in self.regions.starts(batch))
+            self._ends[batch] = Ends(q, kv, max(self.q_lengths), max(self.kv_lengths), self.causal)
+        return self._ends[batch]
 
 
 def on_device(rows: Rows, device: torch.device) -> Tensor | range:

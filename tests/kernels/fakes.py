@@ -383,7 +383,7 @@ def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, .
     cu_q, cu_k, *longest = (options.pop(name) for name in VARLEN)
     counts, table, q_v = (options.pop(name) for name in ("seqused_k", "page_table", "q_v"))
     if q_v is not None:  # scores are sums of both products, as of tensors end to end
-        assert q.shape[-1] <= 64 and v.shape[-1] >= 256 and q_v.shape == (*q.shape[:3], v.shape[-1])
+        assert q.shape[-1] <= 64 and v.shape[-1] >= 256 and q_v.shape == (*q.shape[:-1], v.shape[-1])
         assert q_v.stride(-1) == 1 and q_v.dtype == q.dtype
         q, k = torch.cat([q_v, q], -1), torch.cat([v, k], -1)
     assert options == {name: default for name, default in _all_arguments(FA3_FWD).items() if name in options}

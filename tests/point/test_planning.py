@@ -135,7 +135,7 @@ def test_kernel_calls_of_a_rank_take_no_python_for_each_region() -> None:
     with cProfile.Profile() as profile:
         found = [calls(each, torch.device("cpu"), varlen=True) for each in regions]
         pieces = [call for each in found for call in each if isinstance(call, Pieces)]
-        rows = sum(len(call.queries) + call.cumulative(1)[0].numel() for call in pieces)
+        rows = sum(len(call.queries) + call.ends(1).q.numel() for call in pieces)
     assert sum(map(len, found)) < 80 < 10_000 < sum(map(len, regions)) and rows > 100_000
     assert pstats.Stats(profile).total_calls < 15_000  # pyright: ignore[reportAttributeAccessIssue]
 
