@@ -24,12 +24,13 @@ it (mesh_variants.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import ClassVar, Literal, Self, TypeVar
 
-from sp_bench.methods.mesh_schedule import Tile, backward_schedule, forward_schedule
+from sp_bench.methods.mesh_schedule import SCHEDULES, Tile
 from sp_bench.plan import (
     DKV,
     DOWN,
@@ -110,49 +111,36 @@ class MeshAttention(Method):
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """Section 3.8: a - 1 chunks of each tensor of the Q group and b - 1 of each of the KV group."""
         a, b = self.tile_shape(problem.n)
-        return {tensor: (b if tensor.of_keys else a) - 1 for tensor in _travelling(phase)}
+        return {tensor: (b if tensor.of_keys else a) - 1 for tensor in travelling(phase)}
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """The plan of algorithm 2."""
-        q, kv, o = self._chunks(problem, Q, KV, O)
-        steps = Steps()
-        self._attend(steps, problem, costs, q, kv, o)
-        return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
+        return self._planned(problem, costs, "forward")
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """The plan of algorithm 3."""
-        odoq, kv, dq, dkv = self._chunks(problem, ODOQ, KV, DQ, DKV)
-        steps = Steps()
-        self._attend_backward(steps, problem, costs, odoq, kv, dq, dkv)
-        return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
+        return self._planned(problem, costs, "backward")
 
-    def _attend(self, steps: Steps, problem: Problem, costs: CostProfile, q: Chunk, kv: Chunk, o: Chunk) -> None:
-        """Add the tile's forward."""
-        c = self._hiding(problem, costs, "forward", q, kv, o)
-        schedule = forward_schedule(*self.tile_shape(problem.n), c, self._tile_kind("forward"))
-        moves = [(step.transfer, step.blocks) for step in schedule]
-        self._add(steps, moves, {Q: q, KV: kv}, {O: o}, lambda u, v: [Attend(q.at(u), kv.at(v), o.at(u))])
+    def _planned(self, problem: Problem, costs: CostProfile, phase: str) -> Plan:
+        chunks, steps = self._chunks(problem, *travelling(phase)), Steps()
+        self._attend(steps, problem, costs, phase, chunks)
+        return steps.plan(phase, problem.n, inputs=chunks[:2], outputs=chunks[2:])
 
-    def _attend_backward(
-        self, steps: Steps, problem: Problem, costs: CostProfile, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk
+    def _attend(
+        self, steps: Steps, problem: Problem, costs: CostProfile, phase: str, chunks: tuple[Chunk, ...]
     ) -> None:
-        """Add the tile's backward."""
-        c = self._hiding(problem, costs, "backward", odoq, kv, dq, dkv)
-        schedule = backward_schedule(*self.tile_shape(problem.n), c, self._tile_kind("backward"))
-        moves = [(step.transfer, step.blocks) for step in schedule]
-
-        def block(u: int, v: int) -> list[Op]:
-            return [AttendBackward(odoq.at(u), kv.at(v), dq.at(u), dkv.at(v))]
-
-        self._add(steps, moves, {ODOQ: odoq, KV: kv}, {DQ: dq, DKV: dkv}, block)
+        """Add the tile of a phase, of the rank's own chunks of what travels in it."""
+        c = self._hiding(problem, costs, phase, *chunks)
+        schedule = SCHEDULES[phase](*self.tile_shape(problem.n), c, self._tile_kind(phase))
+        own = {x.tensor.by_tokens: x for x in chunks}
+        self._add(steps, [(step.transfer, step.blocks) for step in schedule], own, partial(block_of, chunks))
 
     def _add(
         self,
         steps: Steps,
         moves: Iterable[tuple[Transfer | None, Iterable[tuple[int, ...]]]],
-        gathered: Mapping[Transfer, Chunk],
-        reduced: Mapping[Transfer, Chunk],
-        block: Callable[..., list[Op]],
+        chunks: Mapping[Transfer, Chunk],
+        block: Callable[..., Op],
     ) -> None:
         """Add the operations of a schedule: each step's transfer, then the blocks that overlap it.
 
@@ -163,17 +151,16 @@ class MeshAttention(Method):
         unfolded: dict[Transfer, Fold] = {}
         for transfer, blocks in moves:
             steps.next()
-            if transfer is not None and (own := gathered.get(transfer)):
-                steps.do(self._receive_next(own, hops[transfer]))
-                hops[transfer] += 1
-            elif transfer is not None:
-                own = reduced[transfer]
-                steps.do(*([unfolded.pop(transfer)] if transfer in unfolded else []))
-                hop, unfolded[transfer] = self._reduce_next(own, hops[transfer])
+            if transfer is not None:
+                own, have = chunks[transfer], hops[transfer]
+                if own.tensor.is_partial:
+                    steps.do(*([unfolded.pop(transfer)] if transfer in unfolded else []))
+                    hop, unfolded[transfer] = self._reduce_next(own, have)
+                else:
+                    hop = self._receive_next(own, have)
                 steps.do(hop)
                 hops[transfer] += 1
-            for each in blocks:
-                steps.do(*block(*each))
+            steps.do(*[block(*each) for each in blocks])
         steps.next()
         steps.do(*unfolded.values())
 
@@ -228,8 +215,18 @@ class MeshAttention(Method):
         return tensor
 
 
-def _travelling(phase: str) -> tuple[Tensor, ...]:
+def travelling(phase: str) -> tuple[Tensor, ...]:
+    """The tensors that travel in a phase: the two that are gathered, then those that are reduced."""
     return (Q, KV, O) if phase == "forward" else (ODOQ, KV, DQ, DKV)
+
+
+def block_of(chunks: Sequence[Chunk], u: int, v: int) -> Attend | AttendBackward:
+    """The block of row u and column v of a tile, of the rank's own chunks of what travels."""
+    if len(chunks) == 3:
+        q, kv, o = chunks
+        return Attend(q.at(u), kv.at(v), o.at(u))
+    odoq, kv, dq, dkv = chunks
+    return AttendBackward(odoq.at(u), kv.at(v), dq.at(u), dkv.at(v))
 
 
 def tiles(n: int) -> list[tuple[int, int]]:

@@ -21,21 +21,19 @@ form=ring, whose transfers are messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self
 
-from sp_bench.methods.mesh_orders import OrderedMesh
+from sp_bench.methods.mesh import block_of
+from sp_bench.methods.mesh_orders import OrderedMesh, in_slices
 from sp_bench.plan import (
-    Attend,
-    AttendBackward,
     Chunk,
     CollectiveMethod,
     CostProfile,
     Grid,
     Group,
-    Op,
     Problem,
     RequestError,
     ScheduleTime,
@@ -45,8 +43,6 @@ from sp_bench.plan import (
     one_block,
     reduce_scatter,
 )
-
-Single = TypeVar("Single", Attend, AttendBackward)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,56 +88,27 @@ class GatheredMesh(OrderedMesh, CollectiveMethod):
         """That of the rings' steps; None by gathers, which have no steps to order."""
         return None if self._gathers else super().schedule_time(problem, phase, costs)
 
-    def _attend(self, steps: Steps, problem: Problem, costs: CostProfile, q: Chunk, kv: Chunk, o: Chunk) -> None:
-        if not self._gathers:
-            super()._attend(steps, problem, costs, q, kv, o)
-            return
-
-        def blocks(i: int, u: int, v: int) -> Attend:
-            return Attend(q.slice(i).at(u), kv.slice(i).at(v), o.slice(i).at(u))
-
-        self._add_gathers(steps, problem, (q, kv), (o,), blocks)
-
-    def _attend_backward(
-        self, steps: Steps, problem: Problem, costs: CostProfile, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk
+    def _attend(
+        self, steps: Steps, problem: Problem, costs: CostProfile, phase: str, chunks: tuple[Chunk, ...]
     ) -> None:
+        """By gathers, step i gathers slice i, computes slice i - 1 and reduces slice i - 2."""
         if not self._gathers:
-            super()._attend_backward(steps, problem, costs, odoq, kv, dq, dkv)
+            super()._attend(steps, problem, costs, phase, chunks)
             return
-
-        def blocks(i: int, u: int, v: int) -> AttendBackward:
-            rows, columns = (odoq.slice(i).at(u), dq.slice(i).at(u)), (kv.slice(i).at(v), dkv.slice(i).at(v))
-            return AttendBackward(rows[0], columns[0], rows[1], columns[1])
-
-        self._add_gathers(steps, problem, (odoq, kv), (dq, dkv), blocks)
-
-    def _add_gathers(
-        self,
-        steps: Steps,
-        problem: Problem,
-        gathered: Sequence[Chunk],
-        reduced: Sequence[Chunk],
-        block: Callable[[int, int, int], Single],
-    ) -> None:
-        """Step i gathers slice i, computes slice i - 1 and reduces slice i - 2."""
-        slices, library = problem.head_slices, self.by_library(problem)
-        for i in range(slices + 2):
+        slices, library, (a, b) = in_slices(problem, chunks), self.by_library(problem), self.tile_shape(problem.n)
+        for i in range(len(slices) + 2):
             steps.next()
-            for chunk in gathered if i < slices else ():
-                steps.do(*all_gather(chunk.slice(i), self._lane(chunk.tensor), library=library))
+            for chunk in slices[i][:2] if i < len(slices) else ():
+                steps.do(*all_gather(chunk, self._lane(chunk.tensor), library=library))
             behind = [
-                reduce_scatter(chunk.slice(i - 2), self._lane(chunk.tensor), library=library)
-                for chunk in (reduced if i >= 2 else ())
+                reduce_scatter(chunk, self._lane(chunk.tensor), library=library)
+                for chunk in (slices[i - 2][2:] if i >= 2 else ())
             ]
             steps.do(*(op for ops in behind for op in ops[:1]))
-            if 1 <= i <= slices:
-                steps.do(*self._tile(problem, i - 1, block))
+            if 1 <= i <= len(slices):
+                tile = [block_of(slices[i - 1], u, v) for u in range(a) for v in range(b)]
+                steps.do(*one_block(tile, problem))
             steps.do(*(op for ops in behind for op in ops[1:]))
-
-    def _tile(self, problem: Problem, i: int, block: Callable[[int, int, int], Single]) -> list[Op]:
-        """The tile of slice i as one operation, or block by block where the mask doesn't allow it."""
-        a, b = self.tile_shape(problem.n)
-        return one_block([block(i, u, v) for u in range(a) for v in range(b)], problem)
 
     def _groups(self, problem: Problem) -> tuple[Group | Grid, Group | Grid]:
         groups = super()._groups(problem)

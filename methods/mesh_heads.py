@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Literal, Self
 
 from sp_bench.methods.mesh_gather import GatheredMesh
@@ -38,7 +39,6 @@ from sp_bench.plan import (
     Q,
     RequestError,
     SplitsHeads,
-    Steps,
     Tensor,
 )
 
@@ -106,18 +106,16 @@ class SplitMesh(SplitsHeads, GatheredMesh):
         if problem.layout.head_parallel == 1:
             return super().forward(problem, costs)
         q, kv, o = self._chunks(problem, Q.by_heads, KV.by_heads, O.by_heads)
-        return by_heads(problem, q, kv, o, lambda steps: self._attend(steps, problem, costs, q, kv, o))
+        attend = partial(self._attend, problem=problem, costs=costs, phase="forward", chunks=(q, kv, o))
+        return by_heads(problem, q, kv, o, attend)
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """The tile's plan; between all-to-alls where heads are split."""
         if problem.layout.head_parallel == 1:
             return super().backward(problem, costs)
         q, o = self._chunks(problem, Q.by_heads, O.by_heads)
-        odoq, kv, dq, dkv = self._chunks(problem, *(tensor.by_heads for tensor in (ODOQ, KV, DQ, DKV)))
-
-        def attend(steps: Steps) -> None:
-            self._attend_backward(steps, problem, costs, odoq, kv, dq, dkv)
-
+        odoq, kv, dq, dkv = chunks = self._chunks(problem, *(tensor.by_heads for tensor in (ODOQ, KV, DQ, DKV)))
+        attend = partial(self._attend, problem=problem, costs=costs, phase="backward", chunks=chunks)
         return by_heads_backward(problem, q, o, odoq, kv, dq, dkv, attend)
 
     def _schedules(self, problem: Problem) -> list[tuple[str, int]]:

@@ -16,32 +16,24 @@ one slice with another schedule than `searched`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, Self
 
+from sp_bench.methods.mesh import block_of, travelling
 from sp_bench.methods.mesh_bounds import least_s, time_of
 from sp_bench.methods.mesh_lean import ORDERS, lean_order
 from sp_bench.methods.mesh_places import PlacedMesh
 from sp_bench.methods.mesh_runs import ColumnRuns, RowRuns
-from sp_bench.methods.mesh_schedule import Tile, backward_schedule, forward_schedule
+from sp_bench.methods.mesh_schedule import SCHEDULES, Tile
 from sp_bench.methods.mesh_search import search, steps_of
 from sp_bench.methods.mesh_times import Block, Hop, Move, Tensors, TileTimes
 from sp_bench.plan import (
-    DKV,
-    DQ,
-    KV,
-    ODOQ,
-    Attend,
-    AttendBackward,
     Chunk,
     CostProfile,
-    O,
-    Op,
     Plan,
     Problem,
-    Q,
     RequestError,
     ScheduleTime,
     Steps,
@@ -120,36 +112,21 @@ class OrderedMesh(PlacedMesh):
         if self.lanes != "one" or math.isinf(costs.block_s(phase)):
             return None
         problem = self.assigned(problem)
-        tensors = (Q, KV, O) if phase == "forward" else (ODOQ, KV, DQ, DKV)
         split = problem.layout.head_parallel > 1
-        chunks = self._chunks(problem, *(tensor.by_heads if split else tensor for tensor in tensors))
+        chunks = self._chunks(problem, *(tensor.by_heads if split else tensor for tensor in travelling(phase)))
         times, moves = self._moves(problem, costs.of_a_slice(problem), phase, chunks)
         return ScheduleTime(time_of(times, moves), least_s(times))
 
-    def _attend(self, steps: Steps, problem: Problem, costs: CostProfile, q: Chunk, kv: Chunk, o: Chunk) -> None:
-        if self.schedule == "paper":
-            super()._attend(steps, problem, costs, q, kv, o)
-            return
-        _, moves = self._moves(problem, costs, "forward", (q, kv, o))
-
-        def block(i: int, u: int, v: int) -> list[Op]:
-            return [Attend(q.slice(i).at(u), kv.slice(i).at(v), o.slice(i).at(u))]
-
-        self._add(steps, moves, _by_hop(problem, q, kv), _by_hop(problem, o), block)
-
-    def _attend_backward(
-        self, steps: Steps, problem: Problem, costs: CostProfile, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk
+    def _attend(
+        self, steps: Steps, problem: Problem, costs: CostProfile, phase: str, chunks: tuple[Chunk, ...]
     ) -> None:
         if self.schedule == "paper":
-            super()._attend_backward(steps, problem, costs, odoq, kv, dq, dkv)
+            super()._attend(steps, problem, costs, phase, chunks)
             return
-        _, moves = self._moves(problem, costs, "backward", (odoq, kv, dq, dkv))
-
-        def block(i: int, u: int, v: int) -> list[Op]:
-            rows, columns = (odoq.slice(i).at(u), dq.slice(i).at(u)), (kv.slice(i).at(v), dkv.slice(i).at(v))
-            return [AttendBackward(rows[0], columns[0], rows[1], columns[1])]
-
-        self._add(steps, moves, _by_hop(problem, odoq, kv), _by_hop(problem, dq, dkv), block)
+        _, moves = self._moves(problem, costs, phase, chunks)
+        slices = in_slices(problem, chunks)
+        own = {Hop(i, x.tensor.by_tokens): x for i, of_slice in enumerate(slices) for x in of_slice}
+        self._add(steps, moves, own, lambda i, u, v: block_of(slices[i], u, v))
 
     def _moves(
         self, problem: Problem, costs: CostProfile, phase: str, chunks: tuple[Chunk, ...]
@@ -161,9 +138,8 @@ class OrderedMesh(PlacedMesh):
         times = TileTimes(*self.tile_shape(problem.n), tensors, block_s, hop_s, problem.head_slices)
         if self.schedule in ORDERS:
             return times, list(lean_order(self.schedule, times.a, times.b, tensors))
-        schedule = forward_schedule if phase == "forward" else backward_schedule
         c = self._hiding(problem, costs, phase, *chunks)
-        greedy = schedule(times.a, times.b, c, self._tile_kind(phase))
+        greedy = SCHEDULES[phase](times.a, times.b, c, self._tile_kind(phase))
         if self.schedule == "searched":
             return times, list(steps_of(*search(times, [step.transfer for step in greedy if step.transfer])))
         return times, [
@@ -202,8 +178,9 @@ class OrderedMesh(PlacedMesh):
         return RowRuns if phase == "forward" else ColumnRuns
 
 
-def _by_hop(problem: Problem, *chunks: Chunk) -> dict[Hop, Chunk]:
-    return {Hop(i, x.tensor.by_tokens): x.slice(i) for x in chunks for i in range(problem.head_slices)}
+def in_slices(problem: Problem, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """The chunks of each slice of the heads."""
+    return [[x.slice(i) for x in chunks] for i in range(problem.head_slices)]
 
 
 def _with_all_slices(plan: Plan, problem: Problem) -> Plan:

@@ -183,6 +183,9 @@ def backward_schedule(a: int, b: int, c: Mapping[Tensor, int], kind: type[Tile] 
     return steps
 
 
+SCHEDULES = {"forward": forward_schedule, "backward": backward_schedule}
+
+
 def _receive(tile: Tile, q: Tensor, c: Mapping[Tensor, int]) -> Tensor:
     """The tensor to receive next: `q` if n_Q / c_Q > n_KV / c_KV, else KV."""
     return q if tile.unlocked_by_q() * c[KV] > tile.unlocked_by_kv() * c[q] else KV

@@ -224,8 +224,9 @@ class VarlenKernel(BlockKernel):
     ) -> tuple[Tensor, ...]:
         if not self.takes_varlen(q.shape[3]):
             return super()._gradients_of_pieces(dout, q, k, v, out, lse, pieces)
-        flat = (x.flatten(0, 1) for x in (dout, q, k, v, out))
-        return self._backward_varlen(*flat, lse.transpose(0, 1).flatten(1).contiguous(), pieces.ends(len(q)))
+        ends, lse = pieces.ends(len(q)), lse.transpose(0, 1).flatten(1).contiguous()
+        dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
+        return self._backward_varlen(dout, q, k, v, out, lse, ends)
 
     @abstractmethod
     def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ends: Ends) -> tuple[Tensor, Tensor]:
