@@ -125,8 +125,7 @@ class AllGatherKV(Sized, CollectiveMethod):
         return Chunk(tensor, 0, Group(1, problem.n, DOWN)).slices(problem.head_slices)
 
     def _gather(self, steps: Steps, kv: list[Chunk], i: int, problem: Problem) -> None:
-        steps.next()
-        steps.do(*(all_gather(kv[i], lane="kv", library=self.by_library(problem)) if i < len(kv) else []))
+        steps.next(*(all_gather(kv[i], lane="kv", library=self.by_library(problem)) if i < len(kv) else []))
 
 
 def _blocks(problem: Problem, i: int) -> list[tuple[int, int]]:

@@ -49,8 +49,7 @@ def cast_rows_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chu
             steps.do(*arrived[-1:], GroupReduce("dkv", dkv, members, odoq, s))
             arrived.append(Fold(dkv.arriving(s), dkv))
     if arrived:
-        steps.next()
-        steps.do(arrived[-1])
+        steps.next(arrived[-1])
 
 
 def cast_slices(
@@ -68,8 +67,7 @@ def cast_slices(
     the next is brought and the one before goes back. Other stages are computed for all of them at once.
     """
     each, parts = [(0,), *stages], len(q) // len(kv)
-    steps.next()
-    steps.do(*bring(0))
+    steps.next(*bring(0))
     for keys, s in product(range(len(kv)), range(len(each))):
         alike, one_by_one = range(keys * parts, (keys + 1) * parts), s in (0, len(stages))
         for some in [[i] for i in alike] if one_by_one else [[*alike]]:
@@ -149,8 +147,7 @@ def trade_rows(steps: Steps, q: Chunk, kv: Chunk, o: Chunk, stages: Stages) -> N
     """
     each, arrived = [(0,), *stages], list[Fold]()
     for s, members in enumerate(each):
-        steps.next()
-        steps.do(*_traded(q, kv, each[s + 1 : s + 2]))
+        steps.next(*_traded(q, kv, each[s + 1 : s + 2]))
         if s:
             steps.do(
                 Gathered(tuple(Attend(q.at(u), kv, o.at(u)) for u in members), "queries"),
@@ -160,8 +157,7 @@ def trade_rows(steps: Steps, q: Chunk, kv: Chunk, o: Chunk, stages: Stages) -> N
         if s:
             arrived.append(Fold(o.arriving(s), o))
     if arrived:
-        steps.next()
-        steps.do(arrived[-1])
+        steps.next(arrived[-1])
 
 
 def trade_rows_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk, stages: Stages) -> None:
@@ -169,11 +165,9 @@ def trade_rows_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Ch
     each, arrived = [(0,), *stages], [list[Op]()]
     doq = odoq._replace(tensor=DOQ.by_heads if odoq.tensor.is_by_heads else DOQ)
     if stages:
-        steps.next()
-        steps.do(RowSums((odoq,), doq))
+        steps.next(RowSums((odoq,), doq))
     for s, members in enumerate(each):
-        steps.next()
-        steps.do(*_traded(doq, kv, each[s + 1 : s + 2], odoq))
+        steps.next(*_traded(doq, kv, each[s + 1 : s + 2], odoq))
         if s:
             steps.do(
                 Gathered(tuple(AttendBackward(doq.at(u), kv, dq.at(u), dkv) for u in members), "queries"),
@@ -184,8 +178,7 @@ def trade_rows_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Ch
             steps.do(*arrived[-1], GroupReduce("dkv", dkv, members, odoq, s, pairs="keys"))
             arrived.append([Fold(dq.arriving(s), dq), Fold(dkv.arriving(s), dkv)])
     if arrived[-1]:
-        steps.next()
-        steps.do(*arrived[-1])
+        steps.next(*arrived[-1])
 
 
 def _traded(travelling: Chunk, kv: Chunk, stages: Stages, queries: Chunk | None = None) -> list[GroupCast]:
@@ -207,8 +200,7 @@ def relay_rows(steps: Steps, q: Chunk, kv: Chunk, o: Chunk, stages: Stages) -> N
     """
     relayed = _Relayed(kv, stages)
     for s, members in enumerate(relayed.members):
-        steps.next()
-        steps.do(*relayed.casts(s, kv, q), Gathered(tuple(Attend(q, kv.at(u), o) for u in members)))
+        steps.next(*relayed.casts(s, kv, q), Gathered(tuple(Attend(q, kv.at(u), o) for u in members)))
 
 
 def relay_rows_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk, stages: Stages) -> None:
@@ -226,8 +218,7 @@ def relay_rows_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Ch
             due[s + 1].append(GroupReduce("outer dkv", dkv, across, odoq, s))
             due.setdefault(s + 2, []).append(Fold(dkv.arriving(s), dkv))
     for s in sorted(due):
-        steps.next()
-        steps.do(*due[s])
+        steps.next(*due[s])
 
 
 class _Relayed:

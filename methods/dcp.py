@@ -69,11 +69,9 @@ class DCP(CollectiveMethod):
         """Gather Q, compute all of it with the rank's own KV, reduce O."""
         q, kv, o = self._chunks(problem, Q, KV, O)
         library, steps = self.by_library(problem), Steps()
-        steps.next()
-        steps.do(*(() if problem.queries_everywhere else all_gather(q, lane="q", library=library)))
+        steps.next(*(() if problem.queries_everywhere else all_gather(q, lane="q", library=library)))
         steps.do(*one_block([Attend(q.at(u), kv, o.at(u)) for u in range(problem.n)], problem))
-        steps.next()
-        steps.do(*self._reduced(o, problem))
+        steps.next(*self._reduced(o, problem))
         queries = [q.at(u) for u in range(problem.n)] if problem.queries_everywhere else [q]
         return steps.plan("forward", problem.n, inputs=(*queries, kv), outputs=(o,))
 
@@ -85,12 +83,10 @@ class DCP(CollectiveMethod):
         """Gather OdOQ, compute all of it with the rank's own KV, reduce dQ."""
         odoq, kv, dq, dkv = self._chunks(problem, ODOQ, KV, DQ, DKV)
         library, steps = self.by_library(problem), Steps()
-        steps.next()
-        steps.do(*all_gather(odoq, lane="q", library=library))
+        steps.next(*all_gather(odoq, lane="q", library=library))
         blocks = [AttendBackward(odoq.at(u), kv, dq.at(u), dkv) for u in range(problem.n)]
         steps.do(*one_block(blocks, problem))
-        steps.next()
-        steps.do(*reduce_scatter(dq, lane="o", library=library))
+        steps.next(*reduce_scatter(dq, lane="o", library=library))
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:

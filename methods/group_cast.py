@@ -368,16 +368,14 @@ class GroupCastAttention(USP):
         grid = Grid(Group(u, self._near, DOWN), Group(u * self._near, groups // self._near, DOWN))
         return tuple(chunk._replace(home=grid) for chunk in chunks)
 
-    def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
+    def _attend(self, problem: Problem, steps: Steps, *chunks: Chunk) -> None:
         attend = trade_rows if self._trades else cast_rows if self._near == 1 else relay_rows
-        attend(steps, q_h, kv_h, o_h, self._stages(problem))
+        attend(steps, *chunks, stages=self._stages(problem))
 
-    def _attend_backward(
-        self, problem: Problem, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk
-    ) -> None:
+    def _attend_backward(self, problem: Problem, steps: Steps, *chunks: Chunk) -> None:
         cast = cast_rows_backward if self._near == 1 else relay_rows_backward
         attend = trade_rows_backward if self._trades else cast
-        attend(steps, odoq_h, kv_h, dq_h, dkv_h, self._stages(problem))
+        attend(steps, *chunks, stages=self._stages(problem))
 
     def _stages(self, problem: Problem) -> list[tuple[int, ...]]:
         """The members of each stage: the others, or the other nodes, in runs of nearly equal length; of slices of heads

@@ -73,10 +73,8 @@ class LoongTrain(USP):
         chunks = super()._chunks(problem, *tensors)
         return tuple(c._replace(home=home) if c.tensor.of_keys else c for c in chunks)
 
-    def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
-        pass_rounds(steps, [q_h], [kv_h], [o_h])
+    def _attend(self, problem: Problem, steps: Steps, *chunks: Chunk) -> None:
+        pass_rounds(steps, *([chunk] for chunk in chunks))
 
-    def _attend_backward(
-        self, problem: Problem, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk
-    ) -> None:
-        pass_rounds_backward(steps, [odoq_h], [kv_h], [dq_h], [dkv_h])
+    def _attend_backward(self, problem: Problem, steps: Steps, *chunks: Chunk) -> None:
+        pass_rounds_backward(steps, *([chunk] for chunk in chunks))

@@ -161,8 +161,7 @@ class MeshAttention(Method):
                 steps.do(hop)
                 hops[transfer] += 1
             steps.do(*[block(*each) for each in blocks])
-        steps.next()
-        steps.do(*unfolded.values())
+        steps.next(*unfolded.values())
 
     def _hiding(self, problem: Problem, costs: CostProfile, phase: str, *chunks: Chunk) -> dict[Tensor, int]:
         """The paper's c_Q, c_KV, ..., by tensor (CostProfile.hiding_blocks)."""

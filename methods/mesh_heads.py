@@ -15,12 +15,12 @@ Refuses tiles with a * b * u != n, a u that doesn't divide heads or neither divi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from typing import Literal, Self
 
+from sp_bench.methods.mesh import travelling
 from sp_bench.methods.mesh_gather import GatheredMesh
 from sp_bench.methods.ulysses import by_heads, by_heads_backward, settled_degree
 from sp_bench.plan import (
@@ -28,17 +28,17 @@ from sp_bench.plan import (
     DO,
     DQ,
     KV,
-    ODOQ,
     OUT,
+    Chunk,
     CostProfile,
     Grid,
     Group,
-    O,
     Plan,
     Problem,
     Q,
     RequestError,
     SplitsHeads,
+    Steps,
     Tensor,
 )
 
@@ -105,18 +105,20 @@ class SplitMesh(SplitsHeads, GatheredMesh):
         """The tile's plan; between all-to-alls where heads are split."""
         if problem.layout.head_parallel == 1:
             return super().forward(problem, costs)
-        q, kv, o = self._chunks(problem, Q.by_heads, KV.by_heads, O.by_heads)
-        attend = partial(self._attend, problem=problem, costs=costs, phase="forward", chunks=(q, kv, o))
-        return by_heads(problem, q, kv, o, attend)
+        return by_heads(problem, *self._between(problem, costs, "forward"))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """The tile's plan; between all-to-alls where heads are split."""
         if problem.layout.head_parallel == 1:
             return super().backward(problem, costs)
-        q, o = self._chunks(problem, Q.by_heads, O.by_heads)
-        odoq, kv, dq, dkv = chunks = self._chunks(problem, *(tensor.by_heads for tensor in (ODOQ, KV, DQ, DKV)))
-        attend = partial(self._attend, problem=problem, costs=costs, phase="backward", chunks=chunks)
-        return by_heads_backward(problem, q, o, odoq, kv, dq, dkv, attend)
+        return by_heads_backward(problem, *self._between(problem, costs, "backward"))
+
+    def _between(
+        self, problem: Problem, costs: CostProfile, phase: str
+    ) -> tuple[tuple[Chunk, ...], Callable[[Steps], None]]:
+        """The tile's chunks, by heads, and what adds it between all-to-alls."""
+        chunks = self._chunks(problem, *(tensor.by_heads for tensor in travelling(phase)))
+        return chunks, lambda steps: self._attend(steps, problem, costs, phase, chunks)
 
     def _schedules(self, problem: Problem) -> list[tuple[str, int]]:
         return [(schedule, s) for schedule, s in super()._schedules(problem) if 1 in (self.ulysses, s)]

@@ -52,16 +52,14 @@ class Reference(Method):
         """One forward block."""
         q, kv, o = (Chunk(tensor, 0, Group(1, 1)) for tensor in (Q, KV, O))
         steps = Steps()
-        steps.next()
-        steps.do(Attend(q, kv, o))
+        steps.next(Attend(q, kv, o))
         return steps.plan("forward", 1, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """One backward block."""
         odoq, kv, dq, dkv = (Chunk(tensor, 0, Group(1, 1)) for tensor in (ODOQ, KV, DQ, DKV))
         steps = Steps()
-        steps.next()
-        steps.do(AttendBackward(odoq, kv, dq, dkv))
+        steps.next(AttendBackward(odoq, kv, dq, dkv))
         return steps.plan("backward", 1, inputs=(odoq, kv), outputs=(dq, dkv))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float]:

@@ -99,5 +99,4 @@ def pass_round_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Ch
         behind = reduce_next(dkv, s - 2, lane="dkv") if s >= 2 else ()
         steps.do(*behind[:1], AttendBackward(odoq, kv.at(s), dq, dkv.at(s)), *behind[1:])
     if size > 1:
-        steps.next()
-        steps.do(*reduce_next(dkv, size - 2, lane="dkv"))
+        steps.next(*reduce_next(dkv, size - 2, lane="dkv"))

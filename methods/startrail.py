@@ -107,8 +107,7 @@ class StarTrail(Sized, CollectiveMethod):
             self._receive(steps, orbit, s)
             for chunk in self._chunks(orbit, s):
                 steps.do(*(Attend(q.at(u), chunk, o.at(u)) for u in range(self.size)))
-        steps.next()
-        steps.do(*reduce_scatter(o, lane="team", library=self.by_library(problem)))
+        steps.next(*reduce_scatter(o, lane="team", library=self.by_library(problem)))
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
@@ -128,8 +127,7 @@ class StarTrail(Sized, CollectiveMethod):
         steps.next()
         for line in lines if size > 1 else ():
             steps.do(*reduce_next(line, size - 2, lane="dkv"))
-        steps.next()
-        steps.do(*reduce_scatter(dq, lane="team", library=self.by_library(problem)))
+        steps.next(*reduce_scatter(dq, lane="team", library=self.by_library(problem)))
         for e, line in enumerate(lines):
             arriving = dkv.at(e).arriving()
             steps.do(self._swap(line.at(0), arriving, "dkv"), Fold(arriving, dkv.at(e)))
@@ -172,9 +170,7 @@ class StarTrail(Sized, CollectiveMethod):
         steps.next()
         library = self.by_library(problem)
         steps.do(*all_gather(q, lane="team", library=library), *all_gather(kv, lane="kv", library=library))
-        steps.next()
-        steps.do(*(self._swap(kv.at(e), chunk, "kv") for e, chunk in enumerate(self._chunks(orbit, 0))))
+        steps.next(*(self._swap(kv.at(e), chunk, "kv") for e, chunk in enumerate(self._chunks(orbit, 0))))
 
     def _receive(self, steps: Steps, orbit: Chunk, s: int) -> None:
-        steps.next()
-        steps.do(*(receive_next(line, s, lane="kv") for line in self._lines(orbit) if s + 1 < line.group.size))
+        steps.next(*(receive_next(line, s, lane="kv") for line in self._lines(orbit) if s + 1 < line.group.size))

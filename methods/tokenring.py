@@ -167,8 +167,7 @@ class TokenRing(Method):
         assert isinstance(ring, Group)
         seen = blocks[0].kv if self._trims(problem) else None
         for s in range(size + 1):
-            steps.next()
-            steps.do(*(bring if s == 0 else ()))
+            steps.next(*(bring if s == 0 else ()))
             if s + 1 < size:
                 steps.do(Pass("q", blocks[s].q, blocks[s + 1].q, ring, self._move(problem), against=seen))
             if s >= 2:

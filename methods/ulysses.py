@@ -17,9 +17,10 @@ heads: heads of zeros are added (sp_bench/plan/padded_heads.py), and h, k and K 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import ClassVar
 
 from sp_bench.plan import (
@@ -90,19 +91,14 @@ class Ulysses(SplitsHeads, CollectiveMethod):
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """All-to-all of Q and KV, attention, all-to-all of O."""
-        q_h, kv_h, o_h = self._chunks(problem, Q.by_heads, KV.by_heads, O.by_heads)
-        return by_heads(
-            problem, q_h, kv_h, o_h, lambda steps: self._attend(problem, steps, q_h, kv_h, o_h), self._by_messages
-        )
+        chunks = self._chunks(problem, Q.by_heads, KV.by_heads, O.by_heads)
+        return by_heads(problem, chunks, lambda steps: self._attend(problem, steps, *chunks), self._by_messages)
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """All-to-all of dO, attention backward, all-to-all of dQ and dKV."""
-        q_h, o_h, odoq_h, kv_h = self._chunks(problem, Q.by_heads, O.by_heads, ODOQ.by_heads, KV.by_heads)
-        dq_h, dkv_h = self._chunks(problem, DQ.by_heads, DKV.by_heads)
-        return by_heads_backward(
-            problem, q_h, o_h, odoq_h, kv_h, dq_h, dkv_h,
-            lambda steps: self._attend_backward(problem, steps, odoq_h, kv_h, dq_h, dkv_h), self._by_messages,
-        )  # fmt: skip
+        chunks = self._chunks(problem, ODOQ.by_heads, KV.by_heads, DQ.by_heads, DKV.by_heads)
+        attend = partial(self._attend_backward, problem)
+        return by_heads_backward(problem, chunks, lambda steps: attend(steps, *chunks), self._by_messages)
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """The header's formulas; a chunk of kv_h has max(kv_heads, n) heads."""
@@ -115,15 +111,13 @@ class Ulysses(SplitsHeads, CollectiveMethod):
     def _by_messages(self) -> bool:
         return self.collectives == "messages"
 
-    def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
-        steps.next()
-        steps.do(Attend(q_h, kv_h, o_h))
+    def _attend(self, problem: Problem, steps: Steps, *chunks: Chunk) -> None:
+        """Add the attention of q_h, kv_h and o_h."""
+        steps.next(Attend(*chunks))
 
-    def _attend_backward(
-        self, problem: Problem, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk
-    ) -> None:
-        steps.next()
-        steps.do(AttendBackward(odoq_h, kv_h, dq_h, dkv_h))
+    def _attend_backward(self, problem: Problem, steps: Steps, *chunks: Chunk) -> None:
+        """Add the attention backward of odoq_h, kv_h, dq_h and dkv_h."""
+        steps.next(AttendBackward(*chunks))
 
     def _chunks(self, problem: Problem, *tensors: Tensor) -> tuple[Chunk, ...]:
         """The rank's own chunks by heads. Their home is the ring of ranks that have the same heads."""
@@ -132,47 +126,37 @@ class Ulysses(SplitsHeads, CollectiveMethod):
 
 
 def by_heads(
-    problem: Problem,
-    q_h: Chunk,
-    kv_h: Chunk,
-    o_h: Chunk,
-    attend: Callable[[Steps], None],
-    by_messages: bool = False,
+    problem: Problem, chunks: Sequence[Chunk], attend: Callable[[Steps], None], by_messages: bool = False
 ) -> Plan:
-    """The forward plan whose attention, q_h, kv_h -> o_h, `attend` adds between the all-to-alls."""
-    group, how = Group(1, problem.layout.head_parallel), by_messages
+    """The forward plan whose attention, of `chunks` q_h, kv_h and o_h, `attend` adds between the all-to-alls."""
+    q_h, kv_h, o_h = chunks
     q, kv, out = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in (Q, KV, OUT))
-    steps = Steps()
-    steps.next()
-    steps.do(AllToAll(LANE, q, q_h, group, how), AllToAll(LANE, kv, kv_h, group, how))
+    exchange, steps = _exchange(problem, by_messages), Steps()
+    steps.next(exchange(q, q_h), exchange(kv, kv_h))
     attend(steps)
-    steps.next()
-    steps.do(AllToAll(LANE, o_h, out, group, how))
+    steps.next(exchange(o_h, out))
     return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(out,), kept=(q_h, kv_h, o_h))
 
 
 def by_heads_backward(
-    problem: Problem,
-    q_h: Chunk,
-    o_h: Chunk,
-    odoq_h: Chunk,
-    kv_h: Chunk,
-    dq_h: Chunk,
-    dkv_h: Chunk,
-    attend: Callable[[Steps], None],
-    by_messages: bool = False,
+    problem: Problem, chunks: Sequence[Chunk], attend: Callable[[Steps], None], by_messages: bool = False
 ) -> Plan:
-    """The backward plan whose attention, odoq_h, kv_h -> dq_h, dkv_h, `attend` adds between the all-to-alls."""
-    group, how = Group(1, problem.layout.head_parallel), by_messages
+    """The backward plan whose attention, of `chunks` odoq_h, kv_h, dq_h and dkv_h, `attend` adds between the
+    all-to-alls.
+    """
+    odoq_h, kv_h, dq_h, dkv_h = chunks
     do, dq, dkv = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in (DO, DQ, DKV))
-    do_h = q_h._replace(tensor=DO.by_heads)
-    steps = Steps()
-    steps.next()
-    steps.do(AllToAll(LANE, do, do_h, group, how), Bundle((q_h, o_h, do_h), odoq_h))
+    q_h, o_h, do_h = (odoq_h._replace(tensor=tensor.by_heads) for tensor in (Q, O, DO))
+    exchange, steps = _exchange(problem, by_messages), Steps()
+    steps.next(exchange(do, do_h), Bundle((q_h, o_h, do_h), odoq_h))
     attend(steps)
-    steps.next()
-    steps.do(AllToAll(LANE, dq_h, dq, group, how), AllToAll(LANE, dkv_h, dkv, group, how))
+    steps.next(exchange(dq_h, dq), exchange(dkv_h, dkv))
     return steps.plan("backward", problem.n, inputs=(do,), outputs=(dq, dkv), kept=(q_h, kv_h, o_h))
+
+
+def _exchange(problem: Problem, by_messages: bool) -> Callable[[Chunk, Chunk], AllToAll]:
+    group = Group(1, problem.layout.head_parallel)
+    return lambda send, recv: AllToAll(LANE, send, recv, group, by_messages)
 
 
 def settled_degree(ulysses: str | int, n: int) -> int:

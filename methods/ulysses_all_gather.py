@@ -43,23 +43,18 @@ class UlyssesAllGather(USP):
         more = {tensor: others * (self.padding(problem, tensor) - 1) for tensor in gathered}
         return {tensor: count + more.get(tensor, 0) for tensor, count in super().chunks_sent(problem, phase).items()}
 
-    def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
-        steps.next()
-        steps.do(*all_gather(kv_h, lane="kv", library=self.by_library(problem)), Attend(q_h, kv_h, o_h))
-        steps.next()
-        steps.do(*(Attend(q_h, kv_h.at(s), o_h) for s in _last_first(kv_h)))
+    def _attend(self, problem: Problem, steps: Steps, *chunks: Chunk) -> None:
+        q_h, kv_h, o_h = chunks
+        steps.next(*all_gather(kv_h, lane="kv", library=self.by_library(problem)), Attend(q_h, kv_h, o_h))
+        steps.next(*(Attend(q_h, kv_h.at(s), o_h) for s in _last_first(kv_h)))
 
-    def _attend_backward(
-        self, problem: Problem, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk
-    ) -> None:
-        steps.next()
-        steps.do(
+    def _attend_backward(self, problem: Problem, steps: Steps, *chunks: Chunk) -> None:
+        odoq_h, kv_h, dq_h, dkv_h = chunks
+        steps.next(
             *all_gather(kv_h, lane="kv", library=self.by_library(problem)), AttendBackward(odoq_h, kv_h, dq_h, dkv_h)
         )
-        steps.next()
-        steps.do(*(AttendBackward(odoq_h, kv_h.at(s), dq_h, dkv_h.at(s)) for s in _last_first(kv_h)))
-        steps.next()
-        steps.do(*reduce_scatter(dkv_h, lane="dkv", library=self.by_library(problem)))
+        steps.next(*(AttendBackward(odoq_h, kv_h.at(s), dq_h, dkv_h.at(s)) for s in _last_first(kv_h)))
+        steps.next(*reduce_scatter(dkv_h, lane="dkv", library=self.by_library(problem)))
 
 
 def _last_first(kv_h: Chunk) -> list[int]:

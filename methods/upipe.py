@@ -176,8 +176,7 @@ class UPipe(Ulysses):
         steps, stages = Steps(), range(problem.head_slices)
         ahead = int(self.overlap)
         for number in range(problem.head_slices + ahead):
-            steps.next()
-            steps.do(*(exchange(number) if number in stages else []))
+            steps.next(*(exchange(number) if number in stages else []))
             if (stage := number - ahead) in stages:
                 steps.do(*attend(stage), *give_back(stage))
         return steps

@@ -79,10 +79,8 @@ class USP(Sized, Ulysses):
             return {Q: exchanged, KV.by_heads: exchanged + hops, OUT: exchanged}
         return {DO: exchanged, KV.by_heads: hops, DQ: exchanged, DKV.by_heads: exchanged + hops}
 
-    def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
-        pass_round(steps, q_h, kv_h, o_h)
+    def _attend(self, problem: Problem, steps: Steps, *chunks: Chunk) -> None:
+        pass_round(steps, *chunks)
 
-    def _attend_backward(
-        self, problem: Problem, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk
-    ) -> None:
-        pass_round_backward(steps, odoq_h, kv_h, dq_h, dkv_h)
+    def _attend_backward(self, problem: Problem, steps: Steps, *chunks: Chunk) -> None:
+        pass_round_backward(steps, *chunks)

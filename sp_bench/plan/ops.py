@@ -160,15 +160,16 @@ def keep(found: dict[Any, V], key: Hashable, value: V, most: int = KEPT) -> V:
 
 @dataclass
 class Steps:
-    """Collects operations step by step: `steps.next()` opens a step, `steps.do(op, ...)` adds to the open one."""
+    """Collects operations step by step: `steps.next(op, ...)` opens a step, and `steps.do(op, ...)` adds to it."""
 
     ops: list[Op] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     current: int = -1
 
-    def next(self) -> None:
-        """Open the next step."""
+    def next(self, *ops: Op) -> None:
+        """Open the next step, with these operations."""
         self.current += 1
+        self.do(*ops)
 
     def do(self, *ops: Op) -> None:
         """Add operations to the open step."""
