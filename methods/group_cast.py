@@ -91,6 +91,7 @@ from sp_bench.plan import (
     Steps,
     Tensor,
     divisors,
+    impossible,
     key_rows_elsewhere,
     queries_are_cheap,
     query_rows_elsewhere,
@@ -186,18 +187,14 @@ class GroupCastAttention(USP):
         degrees = [replace(self, ulysses=size) for size in sizes]
         possible = sorted({s for each in degrees for s in divisors(each._heads_of_a_rank(problem)[0])})
         if self.slices not in possible:
-            raise RequestError(
-                f"method.slices={self.slices}",
-                "must divide the heads of a rank",
-                f"one of {', '.join(map(str, possible))}, or auto, would work",
-            )
+            rule = "must divide the heads of a rank"
+            raise impossible(f"method.slices={self.slices}", rule, possible, ", or auto,")
 
     def _refuse_inner(self, problem: Problem) -> None:
         groups = problem.n // (self.ulysses if isinstance(self.ulysses, int) else 1)
         if isinstance(self.inner, int) and groups % self.inner:
-            possible = ", ".join(map(str, divisors(groups)))
             rule = f"must divide the {groups} groups of ranks with the same heads"
-            raise RequestError(f"method.inner={self.inner}", rule, f"one of {possible}, or auto, would work")
+            raise impossible(f"method.inner={self.inner}", rule, divisors(groups), ", or auto,")
 
     def candidates(self, problem: Problem) -> tuple[GroupCastAttention, ...]:
         """One variant for each possible `ulysses`, `inner` and number of stages, or for those given; simpler ones

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from sp_bench.methods.double_ring import pass_rounds, pass_rounds_backward, rings
 from sp_bench.methods.usp import USP
-from sp_bench.plan import Chunk, Problem, RequestError, Steps, Tensor, divisors
+from sp_bench.plan import Chunk, Problem, Steps, Tensor, divisors, impossible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,8 @@ class LoongTrain(USP):
         possible = sorted({w for u in degrees for w in divisors(problem.n // u)})
         if self.inner != "auto" and (type(self.inner) is not int or self.inner not in possible):
             rule = "gpus / ulysses" if self.ulysses == "auto" else f"gpus / ulysses = {problem.n // degrees[0]}"
-            raise RequestError(
-                f"method.inner={self.inner}",
-                f"must be auto or divide {rule}, where gpus={problem.n}",
-                f"one of {', '.join(map(str, possible))} would work",
-            )
+            rule = f"must be auto or divide {rule}, where gpus={problem.n}"
+            raise impossible(f"method.inner={self.inner}", rule, possible)
 
     def candidates(self, problem: Problem) -> tuple[LoongTrain, ...]:
         """One variant for each u and each w that the options allow."""

@@ -51,10 +51,10 @@ from sp_bench.plan import (
     Plan,
     Problem,
     Q,
-    RequestError,
     Steps,
     Tensor,
     divisors,
+    impossible,
     line_of,
     receive_next,
     reduce_next,
@@ -85,12 +85,8 @@ class MeshAttention(Method):
         sizes = self._tile_sizes(problem)
         if self.tile == "auto" or self.tile[0] * self.tile[1] in sizes:
             return
-        shapes = ", ".join(f"[{a},{b}]" for size in sizes for a, b in tiles(size))
-        raise RequestError(
-            f"method.tile=[{self.tile[0]},{self.tile[1]}]",
-            f"{self._tile_rule}={problem.n}",
-            f"one of {shapes} would work",
-        )
+        shapes = (f"[{a},{b}]" for size in sizes for a, b in tiles(size))
+        raise impossible(f"method.tile=[{self.tile[0]},{self.tile[1]}]", f"{self._tile_rule}={problem.n}", shapes)
 
     def candidates(self, problem: Problem) -> tuple[Self, ...]:
         """One variant for each tile."""

@@ -40,6 +40,7 @@ from sp_bench.plan import (
     SplitsHeads,
     Steps,
     Tensor,
+    impossible,
 )
 
 
@@ -63,11 +64,9 @@ class SplitMesh(SplitsHeads, GatheredMesh):
         """Raise RequestError where u ranks can't split the heads, or tile or `slices` doesn't fit."""
         possible = self._possible(problem)
         if self.ulysses != "auto" and self.ulysses not in possible:
-            raise RequestError(
-                f"method.ulysses={self.ulysses}",
-                f"must divide gpus={problem.n} and {self.degree_rule(problem)}",
-                f"one of {', '.join(map(str, possible))}{self.if_padded(problem, self.ulysses)} would work",
-            )
+            rule, or_else = self.degree_rule(problem), self.if_padded(problem, self.ulysses)
+            rule = f"must divide gpus={problem.n} and {rule}"
+            raise impossible(f"method.ulysses={self.ulysses}", rule, possible, or_else)
         super().refuse(problem)
 
     def candidates(self, problem: Problem) -> tuple[Self, ...]:

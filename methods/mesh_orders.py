@@ -39,6 +39,7 @@ from sp_bench.plan import (
     Steps,
     Tensor,
     divisors,
+    impossible,
 )
 
 SLICES = (1, 2, 4, 8)
@@ -65,8 +66,8 @@ class OrderedMesh(PlacedMesh):
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError where the tile or `slices` doesn't fit."""
         if isinstance(self.slices, int) and problem.kv_heads % self.slices:
-            would_work = f"one of {', '.join(map(str, divisors(problem.kv_heads)))} would work"
-            raise RequestError(f"method.slices={self.slices}", f"must divide kv_heads={problem.kv_heads}", would_work)
+            rule = f"must divide kv_heads={problem.kv_heads}"
+            raise impossible(f"method.slices={self.slices}", rule, divisors(problem.kv_heads))
         super().refuse(problem)
 
     def candidates(self, problem: Problem) -> tuple[Self, ...]:

@@ -36,10 +36,10 @@ from sp_bench.plan import (
     Plan,
     Problem,
     Q,
-    RequestError,
     Steps,
     Tensor,
     divisors,
+    impossible,
 )
 
 
@@ -61,11 +61,9 @@ class TASP(DoubleRing):
         sizes = self.sizes(problem) if self.inner == "auto" else [int(self.inner)]
         possible = sorted({count for size in sizes for count in _counts(size, problem)})
         if self.rings != "auto" and (type(self.rings) is not int or self.rings not in possible):
-            raise RequestError(
-                f"method.rings={self.rings}",
-                f"must be auto or divide kv_heads={problem.kv_heads}, with a ring for each step round the inner ranks",
-                f"one of {', '.join(map(str, possible))} would work",
-            )
+            rule = f"must be auto or divide kv_heads={problem.kv_heads}"
+            rule += ", with a ring for each step round the inner ranks"
+            raise impossible(f"method.rings={self.rings}", rule, possible)
 
     def candidates(self, problem: Problem) -> tuple[TASP, ...]:
         """One variant for each inner size that has so many rings."""

@@ -48,10 +48,10 @@ from sp_bench.plan import (
     Plan,
     Problem,
     Q,
-    RequestError,
     Steps,
     Tensor,
     divisors,
+    impossible,
     receive_next,
     reduce_next,
     return_home,
@@ -81,11 +81,7 @@ class TokenRing(Method):
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError where `nodes` doesn't divide n."""
         if problem.n % self.nodes:
-            raise RequestError(
-                f"method.nodes={self.nodes}",
-                f"must divide gpus={problem.n}",
-                f"one of {', '.join(map(str, divisors(problem.n)))} would work",
-            )
+            raise impossible(f"method.nodes={self.nodes}", f"must divide gpus={problem.n}", divisors(problem.n))
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Algorithm 1, once for each node's KV."""

@@ -48,6 +48,7 @@ from sp_bench.plan import (
     Steps,
     Tensor,
     divisors,
+    impossible,
 )
 
 LANE = "all-to-all"
@@ -82,12 +83,11 @@ class Ulysses(SplitsHeads, CollectiveMethod):
             if self.pad_heads:
                 rule = f"{self.name} splits heads={problem.heads}, and each rank must have one of them or of zeros"
                 raise RequestError(f"gpus={n}", rule, f"{problem.heads} or fewer would work")
-            raise RequestError(
-                f"gpus={n}",
-                f"{self.name} splits heads={problem.heads} evenly, and kv_heads={problem.kv_heads} must divide evenly "
-                "too or be a divisor of the ranks",
-                f"one of {', '.join(map(str, degrees))}{self.if_padded(problem, n)} would work",
+            rule = (
+                f"{self.name} splits heads={problem.heads} evenly, and kv_heads={problem.kv_heads} must divide evenly"
             )
+            rule += " too or be a divisor of the ranks"
+            raise impossible(f"gpus={n}", rule, degrees, self.if_padded(problem, n))
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """All-to-all of Q and KV, attention, all-to-all of O."""
@@ -173,9 +173,5 @@ def settled_degree(ulysses: str | int, n: int) -> int:
             "a number, such as method.ulysses=2, would work",
         )
     if n % ulysses:
-        raise RequestError(
-            f"method.ulysses={ulysses}",
-            f"must divide gpus={n}",
-            f"one of {', '.join(map(str, divisors(n)))} would work",
-        )
+        raise impossible(f"method.ulysses={ulysses}", f"must divide gpus={n}", divisors(n))
     return ulysses

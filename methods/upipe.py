@@ -52,10 +52,10 @@ from sp_bench.plan import (
     Plan,
     Problem,
     Q,
-    RequestError,
     Steps,
     Tensor,
     divisors,
+    impossible,
 )
 
 
@@ -83,11 +83,7 @@ class UPipe(Ulysses):
         of_a_rank = self._heads(problem)[0] // problem.n
         possible = divisors(of_a_rank)
         if isinstance(self.stages, int) and self.stages not in possible:
-            raise RequestError(
-                f"method.stages={self.stages}",
-                f"must divide heads / gpus = {of_a_rank}",
-                f"one of {', '.join(map(str, possible))} would work",
-            )
+            raise impossible(f"method.stages={self.stages}", f"must divide heads / gpus = {of_a_rank}", possible)
 
     def candidates(self, problem: Problem) -> tuple[UPipe, ...]:
         """One variant for each number of stages that the option stands for, the most first."""

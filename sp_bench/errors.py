@@ -45,6 +45,11 @@ def unknown(key: str, word: str, choices: Iterable[str]) -> RequestError:
     return RequestError(f"{key}={word}", f"there is no such {key.rpartition('.')[2]}", nearest(word, choices))
 
 
+def impossible(value: str, rule: str, possible: Iterable[object], or_else: str = "") -> RequestError:
+    """The error for a value that is none of the possible ones; `or_else` follows them."""
+    return RequestError(value, rule, f"one of {', '.join(map(str, possible))}{or_else} would work")
+
+
 def unknown_key(key: str, known: Iterable[str]) -> RequestError:
     """The error for an unknown key."""
     return RequestError(key, "there is no such key", nearest(key, known))

@@ -1,6 +1,6 @@
 """The plan vocabulary: all that a method imports from the suite. Pure Python, no torch."""
 
-from sp_bench.errors import RequestError, unknown
+from sp_bench.errors import RequestError, impossible, unknown
 from sp_bench.plan.assignments import ASSIGNMENTS, AssignedLayout
 from sp_bench.plan.cast_rows import members_seen
 from sp_bench.plan.casts import rows_seen_elsewhere
@@ -92,6 +92,7 @@ __all__ = [
     "Tensor",
     "all_gather",
     "divisors",
+    "impossible",
     "inner",
     "key_rows_elsewhere",
     "line_of",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar
 
-from sp_bench.errors import RequestError, unknown
+from sp_bench.errors import RequestError, impossible, unknown
 from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.blocks import Blocks, JointBlocks
 from sp_bench.plan.layout import LAYOUTS, Layout, Positions, Shards
@@ -119,9 +119,8 @@ class WholeMask(Mask):
         name = self.balanced[0] if name == "auto" else name
         if name in ASSIGNMENTS:
             rule = f"assigns documents, and mask={self.name} has none"
-            whole = ", ".join(each for each in among or LAYOUTS if each in LAYOUTS)
-            would_work = f"one of {whole}, or mask=document, would work"
-            raise RequestError(f"method.layout={name}", rule, would_work)
+            whole = (each for each in among or LAYOUTS if each in LAYOUTS)
+            raise impossible(f"method.layout={name}", rule, whole, ", or mask=document,")
         if name not in LAYOUTS:
             raise unknown("method.layout", name, [*LAYOUTS, "auto"])
         return LAYOUTS[name]

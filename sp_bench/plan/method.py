@@ -10,7 +10,7 @@ from functools import cache
 from typing import ClassVar, Literal, NamedTuple, Self
 from weakref import WeakValueDictionary
 
-from sp_bench.errors import RequestError, unknown, unknown_key
+from sp_bench.errors import impossible, unknown, unknown_key
 from sp_bench.plan.assignments import ASSIGNMENTS, FOR_ANY
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.documents import Packed
@@ -103,11 +103,8 @@ class Method(ABC):
         if self.layout not in (*self.all_layouts(), *OPEN_LAYOUTS):
             if self.layout not in (*LAYOUTS, *ASSIGNMENTS):
                 raise unknown("method.layout", str(self.layout), [*LAYOUTS, *ASSIGNMENTS, *OPEN_LAYOUTS])
-            raise RequestError(
-                f"method.layout={self.layout}",
-                f"{self.name} is not defined on that layout",
-                f"one of {', '.join(self.layouts)} would work",
-            )
+            rule = f"{self.name} is not defined on that layout"
+            raise impossible(f"method.layout={self.layout}", rule, self.layouts)
 
     def refuse(self, problem: Problem) -> None:  # noqa: B027  # most methods take any problem
         """Raise RequestError for a problem that the method can't do; the message says what would work."""
@@ -314,11 +311,8 @@ class Sized(Method):
         """Raise RequestError for a size that is not possible."""
         size, sizes = getattr(self, self.size_option), self.sizes(problem)
         if size != "auto" and (type(size) is not int or size not in sizes):
-            raise RequestError(
-                f"method.{self.size_option}={size}",
-                f"must be auto or {self.size_rule(problem)}",
-                f"one of {', '.join(map(str, sizes))}{self.or_else(problem, size)} would work",
-            )
+            rule, or_else = f"must be auto or {self.size_rule(problem)}", self.or_else(problem, size)
+            raise impossible(f"method.{self.size_option}={size}", rule, sizes, or_else)
 
     def or_else(self, problem: Problem, size: object) -> str:
         """Words that follow the possible sizes: what else would make this one possible. Empty if there is nothing."""

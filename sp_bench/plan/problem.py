@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from sp_bench.errors import RequestError, unknown
+from sp_bench.errors import RequestError, impossible, unknown
 from sp_bench.plan.blocks import Blocks
 from sp_bench.plan.caches import Caches
 from sp_bench.plan.documents import Documents, Packed
@@ -36,12 +36,8 @@ def flops_per_pair(phase: str, head_dim: int, value_dim: int) -> int:
 def heads_of_a_key_head(heads: int, kv_heads: int) -> int:
     """How many query heads share a key head. Raises RequestError where these are not as many for each."""
     if heads % kv_heads:
-        divisors = [d for d in range(1, heads + 1) if heads % d == 0]
-        raise RequestError(
-            f"kv_heads={kv_heads}",
-            f"must divide heads={heads} (each key head serves the same number of query heads)",
-            f"one of {', '.join(map(str, divisors))} would work",
-        )
+        rule = f"must divide heads={heads} (each key head serves the same number of query heads)"
+        raise impossible(f"kv_heads={kv_heads}", rule, (d for d in range(1, heads + 1) if heads % d == 0))
     return heads // kv_heads
 
 
