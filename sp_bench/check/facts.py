@@ -13,7 +13,7 @@ from sp_bench.plan.groups import Exchange, Grid, Group
 from sp_bench.plan.ops import Chunk, Op, Pairs, Pass, PlanError
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.row_runs import cuts_rows
+from sp_bench.plan.row_runs import Rows, cuts_rows
 from sp_bench.plan.travel import travel
 
 Ranks = np.ndarray
@@ -30,32 +30,6 @@ class Where(NamedTuple):
 
     def __str__(self) -> str:
         return f"operation {self.number}, {self.op}"
-
-
-class Rows(NamedTuple):
-    """A run of a chunk's rows on each rank: start <= row < stop, (n,) each. Empty where start >= stop."""
-
-    start: np.ndarray
-    stop: np.ndarray
-
-    def within(self, other: Rows) -> np.ndarray:
-        """Whether each rank's rows are all in `other`: (n,)."""
-        return (self.start >= self.stop) | ((self.start >= other.start) & (self.stop <= other.stop))
-
-    def around(self, other: Rows) -> Rows:
-        """The shortest run on each rank that contains both."""
-        start = np.where(self.start >= self.stop, other.start, np.minimum(self.start, other.start))
-        start = np.where(other.start >= other.stop, self.start, start)
-        stop = np.where(self.start >= self.stop, other.stop, np.maximum(self.stop, other.stop))
-        return Rows(start, np.where(other.start >= other.stop, self.stop, stop))
-
-    def where(self, there: np.ndarray) -> Rows:
-        """The rows of the ranks where `there`, (n,), is true; no rows on other ranks."""
-        return Rows(np.where(there, self.start, 0), np.where(there, self.stop, 0))
-
-    def at(self, ranks: Ranks) -> Rows:
-        """The rows of the given ranks, in their order."""
-        return Rows(self.start[ranks], self.stop[ranks])
 
 
 class Cast(NamedTuple):

@@ -11,7 +11,6 @@ from sp_bench.check.facts import (
     Cast,
     Facts,
     Ranks,
-    Rows,
     Where,
     check_all_rows,
     check_place,
@@ -77,7 +76,7 @@ def _operand_passed(facts: Facts, op: Pass, source: Ranks, wanted: Wanted, where
         facts.runs.pop(op.recv, None)
         return
     whole = facts.whole_run(op.send)
-    arriving = (Rows(*wanted.rows) if wanted.rows else whole.at(source)).where(wanted.there)
+    arriving = (wanted.rows or whole.at(source)).where(wanted.there)
     held = facts.runs.get(op.send, whole).at(source)
     if (rank := first_rank(~arriving.within(held))) is not None:
         raise PlanError(f"{where}: on rank {source[rank]}, {op.send} lacks rows that are to be sent")
@@ -88,7 +87,7 @@ def _partial_passed(facts: Facts, op: Pass, source: Ranks, wanted: Wanted | None
     """Record which rows of a partial arrive. All that anything was added to must be among those that are sent."""
     held = facts.take_run(op.send).at(source)
     if wanted is not None and wanted.rows is not None:
-        right = held.within(Rows(*wanted.rows).where(wanted.there))
+        right = held.within(wanted.rows.where(wanted.there))
         if (rank := first_rank(~right)) is not None:
             raise PlanError(f"{where}: on rank {source[rank]}, {op.send} has rows that stay behind")
     facts.runs[op.recv] = held

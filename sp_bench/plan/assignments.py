@@ -53,17 +53,29 @@ class TokenAssignment:
         """The positions of one chunk of `chunks`, ascending."""
         return self.all(chunks)[chunk]
 
+    @lru_cache(maxsize=32)  # noqa: B019  # equal ones share it
     def all(self, chunks: int) -> tuple[Positions, ...]:
         """The positions of every chunk."""
-        return _assigned(self, chunks)
+        return tuple(tuple(map(range, start.tolist(), stop.tolist())) for start, stop in self.runs(chunks))
 
+    @lru_cache(maxsize=32)  # noqa: B019
     def runs(self, chunks: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The runs of neighbouring positions of every chunk, ascending: (first, behind the last), (runs,) each."""
-        return _runs(self, chunks)
+        """The runs of neighbouring positions of every chunk, ascending: (first, behind the last), (runs,) each. They
+        are the pieces of each in order, neighbours joined, without empty ones.
+        """
+        pieces = ASSIGNMENTS[self.name](self, chunks)
+        filled = np.flatnonzero(pieces.stop > pieces.start)
+        filled = filled[np.lexsort((pieces.start[filled], pieces.chunk[filled]))]
+        chunk, start, stop = (each[filled] for each in pieces)
+        begins = np.flatnonzero(np.append(True, (chunk[1:] != chunk[:-1]) | (start[1:] != stop[:-1])))
+        chunk, start, stop = chunk[begins], start[begins], stop[np.append(begins[1:], chunk.size) - 1]
+        ends = np.searchsorted(chunk, np.arange(1, chunks))
+        return [*zip(np.split(start, ends), np.split(stop, ends), strict=True)]
 
+    @lru_cache(maxsize=32)  # noqa: B019
     def tokens(self, chunks: int) -> np.ndarray:
         """The tokens of every chunk: (chunks,)."""
-        return _tokens(self, chunks)
+        return np.array([int((stop - start).sum()) for start, stop in self.runs(chunks)])
 
 
 class Pieces(NamedTuple):
@@ -113,29 +125,6 @@ class AssignedLayout(Layout):
 
     def refuse(self, n: int, seqlen: int, key: str = "seqlen") -> None:
         """Any number of ranks will do."""
-
-
-@lru_cache(maxsize=32)
-def _assigned(assignment: TokenAssignment, chunks: int) -> tuple[Positions, ...]:
-    return tuple(tuple(map(range, start.tolist(), stop.tolist())) for start, stop in _runs(assignment, chunks))
-
-
-@lru_cache(maxsize=32)
-def _runs(assignment: TokenAssignment, chunks: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The pieces of each chunk in order, neighbours joined, without empty ones."""
-    pieces = ASSIGNMENTS[assignment.name](assignment, chunks)
-    filled = np.flatnonzero(pieces.stop > pieces.start)
-    filled = filled[np.lexsort((pieces.start[filled], pieces.chunk[filled]))]
-    chunk, start, stop = (each[filled] for each in pieces)
-    begins = np.flatnonzero(np.append(True, (chunk[1:] != chunk[:-1]) | (start[1:] != stop[:-1])))
-    chunk, start, stop = chunk[begins], start[begins], stop[np.append(begins[1:], chunk.size) - 1]
-    ends = np.searchsorted(chunk, np.arange(1, chunks))
-    return [*zip(np.split(start, ends), np.split(stop, ends), strict=True)]
-
-
-@lru_cache(maxsize=32)
-def _tokens(assignment: TokenAssignment, chunks: int) -> np.ndarray:
-    return np.array([int((stop - start).sum()) for start, stop in _runs(assignment, chunks)])
 
 
 def _documents(mask: Packed) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ the n x n pairs.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -163,6 +163,29 @@ class Blocks:
     def _queries(self, chunk: int) -> Positions:
         """The positions of a chunk's queries among the keys."""
         return self.mask.among_keys(self.queries.chunk_positions(chunk), self.seqlen, self.kv_seqlen)
+
+
+@dataclass(frozen=True)
+class PairBlocks(Blocks):
+    """Blocks of which each pair of chunks is a class of its own, whose regions are found when they are asked for."""
+
+    found: dict[int, Regions] = field(default_factory=dict, compare=False, repr=False)
+
+    skips_queries = False  # pyright: ignore[reportAssignmentType]
+    """All rows of a chunk travel together."""
+
+    def of(self, q_rank, kv_rank):
+        degree = self.layout.head_parallel
+        q, kv = (q_rank // degree, kv_rank // degree) if degree > 1 else (q_rank, kv_rank)
+        return q * self.chunks + kv
+
+    @property
+    def classes(self) -> int:
+        return self.chunks**2
+
+    def parts(self, *, keys: bool) -> Sequence[Part]:
+        """Whole chunks: a kernel for variable lengths returns all rows."""
+        return [Part(1.0, False)] * self.classes
 
 
 @dataclass(frozen=True)

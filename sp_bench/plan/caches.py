@@ -12,7 +12,7 @@ fewer rows than ranks, of which some then have none: all of them attend to all r
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import ClassVar
@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from sp_bench.errors import RequestError
-from sp_bench.plan.blocks import Blocks, Part
+from sp_bench.plan.blocks import PairBlocks
 from sp_bench.plan.documents import OfLengths
 from sp_bench.plan.layout import LAYOUTS, Layout, Positions, Shards, piece
 from sp_bench.plan.regions import Region, RegionKind, Regions
@@ -252,25 +252,19 @@ class Caches(OfLengths):
 
 
 @dataclass(frozen=True)
-class CacheBlocks(Blocks):
-    """The blocks of caches: each pair of ranks is a class of its own, whose regions are found when they are asked for.
-
-    R rows of a chunk and K keys of another meet where they are of one sequence; arrays have an entry for each.
+class CacheBlocks(PairBlocks):
+    """The blocks of caches. R rows of a chunk and K keys of another meet where they are of one sequence; arrays have an
+    entry for each.
     """
 
     mask: Caches  # pyright: ignore[reportIncompatibleVariableOverride]
-    found: dict[int, Regions] = field(default_factory=dict, compare=False, repr=False)
 
-    def of(self, q_rank, kv_rank):
-        return q_rank * self.n + kv_rank
+    narrows = False  # pyright: ignore[reportAssignmentType]
+    """One call makes the results of all rows of a chunk, those that see no key there included."""
 
     @property
     def numbering(self) -> Hashable:
         return self.mask.name, self.n
-
-    @property
-    def classes(self) -> int:
-        return self.n**2
 
     def regions_of(self, kind: int) -> Regions:
         if kind not in self.found:
@@ -330,23 +324,10 @@ class CacheBlocks(Blocks):
     def computes(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.pairs > 0
 
-    @property
-    def narrows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """False: one call makes the results of all rows of a chunk, those that see no key there included."""
-        return False
-
-    @property
-    def skips_queries(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """False: all rows of a chunk travel together."""
-        return False
-
     @cached_property
     def rows_seen(self) -> tuple[range, ...]:
         sizes = [len(piece(rank, self.n, self.seqlen)) for rank in range(self.n)]
         return tuple(range(size) for size in sizes for _ in range(self.n))
-
-    def parts(self, *, keys: bool) -> Sequence[Part]:
-        return [Part(1.0, False)] * self.classes
 
     def work(self, queries: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(rows of each sequence in some chunks, (sequences,), keys of each that they see in each chunk of keys, all of

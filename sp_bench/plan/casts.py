@@ -171,7 +171,8 @@ class Casts:
         """Find and keep `keys` of some queries and members, all at once, as that is faster."""
         self._keys.update(self._of([each for each in dict.fromkeys(wanted) if each not in self._keys]))
 
-    def _of(self, wanted: Iterable[Gathering]) -> dict[Gathering, Keys]:
+    def _of(self, wanted: Iterable[Gathering], *, ordered: bool = True) -> dict[Gathering, Keys]:
+        """`keys` of each; unless `ordered` without the order of the rows, which takes as long to find as the rest."""
         keys_of = dict[Gathering, Keys]()
         seen, blocks = list[Gathering](), list[tuple[Runs, list[Runs]]]()
         for each in wanted:
@@ -182,28 +183,15 @@ class Casts:
             start, tokens, counts = self._lying(each)
             lie = np.cumsum(tokens) - tokens
             by_position = np.argsort(start)
-            keys_of[each] = Keys(whole_numbers(lie[by_position], tokens[by_position]), tuple(counts), ())
+            order = whole_numbers(lie[by_position], tokens[by_position]) if ordered else lie[:0]
+            keys_of[each] = Keys(order, tuple(counts), ())
+            start, tokens = start[by_position], tokens[by_position]
             seen.append(each)
-            blocks.append(self._block(each, start[by_position], tokens[by_position]))
+            blocks.append((self.query_runs[each.queries], [Runs(start, start + tokens)]))
         if blocks:
             for each, regions in zip(seen, regions_of_runs(self.pack, blocks), strict=True):
                 keys_of[each] = keys_of[each]._replace(regions=regions)
         return keys_of
-
-    def _block(self, of: Gathering, start: np.ndarray, tokens: np.ndarray) -> tuple[Runs, list[Runs]]:
-        """A block's runs of queries, and those of its keys in order of position."""
-        return self.query_runs[of.queries], [Runs(start, start + tokens)]
-
-    def _regions(self, wanted: Sequence[Gathering]) -> dict[Gathering, Regions]:
-        """The regions of `keys` of each, without the order of the rows, which takes as long to find."""
-        regions = {of: self._keys[of].regions if of in self._keys else () for of in wanted}
-        seen = [of for of in wanted if of not in self._keys and self._counts_of(of).any()]
-        blocks = list[tuple[Runs, list[Runs]]]()
-        for of in seen:
-            start, tokens, _ = self._lying(of)
-            by_position = np.argsort(start)
-            blocks.append(self._block(of, start[by_position], tokens[by_position]))
-        return regions | dict(zip(seen, regions_of_runs(self.pack, blocks) if blocks else (), strict=True))
 
     def _counts_of(self, of: Gathering) -> np.ndarray:
         """How many rows a block's queries, or the neighbours that it relays for, see of each member: (members,)."""
@@ -261,7 +249,8 @@ class Casts:
     def _works_of(self, blocks: Sequence[Gathering]) -> list[Works]:
         """The works of the regions of `keys`, which are found once."""
         unknown = [of for of in dict.fromkeys(blocks) if of not in self._works]
-        self._works.update({of: works_in(regions) for of, regions in self._regions(unknown).items()})
+        keys_of = self._of([of for of in unknown if of not in self._keys], ordered=False) | self._keys
+        self._works.update({of: works_in(keys_of[of].regions) for of in unknown})
         return [self._works[of] for of in blocks]
 
     @property

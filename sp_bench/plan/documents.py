@@ -293,13 +293,9 @@ class Packed(OfLengths):
             pairs += queries * (keys - queries) + queries**2 * (0.5 if self.causal else 1.0)
         return pairs
 
-    @property
+    @cached_property
     def work_of_documents(self) -> np.ndarray:
         """(query, key) pairs of each document: (documents,)."""
-        return self._work_of_documents
-
-    @cached_property
-    def _work_of_documents(self) -> np.ndarray:
         return np.diff(self.work_before(self.query_edges))
 
     def work_before(self, positions: np.ndarray) -> np.ndarray:
@@ -391,7 +387,7 @@ class Window(Packed):
 
     @property
     def unlimited(self) -> Mask:
-        return CAUSAL if self.causal else FULL
+        return self.inside
 
 
 class Chunked(Packed):
@@ -401,7 +397,7 @@ class Chunked(Packed):
 
     @property
     def unlimited(self) -> Mask:
-        return CAUSAL if self.causal else FULL
+        return self.inside
 
     @classmethod
     def of(cls, tokens: int, seqlen: int, *, causal: bool = True, cached: Sequence[int] = ()) -> Chunked:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from sp_bench.plan.dataflow import dataflow
@@ -102,18 +103,10 @@ class Slots:
 
 def _groups(plan: Plan, slots: Slots, run: Sequence[int]) -> list[tuple[int, ...]]:
     """The blocks of a run to be fused: groups of at least two."""
-    by_query = _joined(plan, slots, run, _query, _key)
-    by_key = _joined(plan, slots, run, _key, _query)
+    by_query = _joined(plan, slots, run, attrgetter("q"), attrgetter("kv"))
+    by_key = _joined(plan, slots, run, attrgetter("kv"), attrgetter("q"))
     ways = (by_query, by_key) if plan.phase == "forward" else (by_key, by_query)
     return max(ways, key=lambda groups: sum(len(group) - 1 for group in groups))
-
-
-def _query(op: Single) -> Chunk:
-    return op.q
-
-
-def _key(op: Single) -> Chunk:
-    return op.kv
 
 
 def _joined(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from sp_bench.plan.assignments import AssignedLayout
-from sp_bench.plan.blocks import Blocks, Part
+from sp_bench.plan.blocks import PairBlocks
 from sp_bench.plan.cells import cells_of
 from sp_bench.plan.intervals import covered, regions_of_runs
 from sp_bench.plan.layout import Positions, Shards
@@ -44,18 +44,13 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PackBlocks(Blocks):
-    """The blocks of a pack: each pair of chunks is a class of its own, whose regions are found when they are asked for.
-
-    Counts of pairs are an array over all pairs of chunks.
-    """
+class PackBlocks(PairBlocks):
+    """The blocks of a pack. Counts of pairs are an array over all pairs of chunks."""
 
     mask: Packed  # pyright: ignore[reportIncompatibleVariableOverride]
-    found: dict[int, Regions] = field(default_factory=dict, compare=False, repr=False)
 
-    def of(self, q_rank, kv_rank):
-        degree = self.layout.head_parallel
-        return q_rank // degree * self.chunks + kv_rank // degree
+    narrows = True  # pyright: ignore[reportAssignmentType]
+    """Most blocks compute a part of their rows."""
 
     @property
     def numbering(self) -> Hashable:
@@ -100,10 +95,6 @@ class PackBlocks(Blocks):
     def _key_runs(self) -> list[Runs]:
         """`_positions_of_keys`, as runs."""
         return runs_of_chunks(self.keys) if self.mask.new else self._runs
-
-    @property
-    def classes(self) -> int:
-        return self.chunks**2
 
     @cached_property
     def owner(self) -> np.ndarray:
@@ -211,20 +202,6 @@ class PackBlocks(Blocks):
             return None
         by_queries = by_position(self._runs)
         return by_queries, by_position(self._key_runs) if self.mask.new else by_queries
-
-    def parts(self, *, keys: bool) -> Sequence[Part]:
-        """Whole chunks: a kernel for variable lengths returns all rows."""
-        return [Part(1.0, False)] * self.classes
-
-    @property
-    def narrows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """True: most blocks compute a part of their rows."""
-        return True
-
-    @property
-    def skips_queries(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """False: all rows of a chunk travel together."""
-        return False
 
     @cached_property
     def tokens_of_documents(self) -> np.ndarray:

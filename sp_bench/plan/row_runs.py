@@ -40,6 +40,25 @@ class Rows(NamedTuple):
         """The rows of one rank."""
         return range(int(self.start[rank]), int(self.stop[rank]))
 
+    def within(self, other: Rows) -> np.ndarray:
+        """Whether each rank's rows are all in `other`: (n,)."""
+        return (self.start >= self.stop) | ((self.start >= other.start) & (self.stop <= other.stop))
+
+    def around(self, other: Rows) -> Rows:
+        """The shortest run on each rank that contains both."""
+        start = np.where(self.start >= self.stop, other.start, np.minimum(self.start, other.start))
+        start = np.where(other.start >= other.stop, self.start, start)
+        stop = np.where(self.start >= self.stop, other.stop, np.maximum(self.stop, other.stop))
+        return Rows(start, np.where(other.start >= other.stop, self.stop, stop))
+
+    def where(self, there: np.ndarray) -> Rows:
+        """The rows of the ranks where `there`, (n,), is true; no rows on other ranks."""
+        return Rows(np.where(there, self.start, 0), np.where(there, self.stop, 0))
+
+    def at(self, ranks: np.ndarray) -> Rows:
+        """The rows of the given ranks, in their order."""
+        return Rows(self.start[ranks], self.stop[ranks])
+
 
 class _Read(NamedTuple):
     chunk: int

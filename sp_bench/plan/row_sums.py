@@ -10,6 +10,7 @@ It knows no method: what a plan sends, and when, stays as it is.
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 from sp_bench.plan.ops import AllGather, AttendBackward, Chunk, Fused, Op, Pass, Plan, RowSums
 from sp_bench.plan.tensors import DOQ, ODOQ, Tensor
@@ -31,7 +32,8 @@ def send_row_sums(plan: Plan) -> Plan:
     own = list(dict.fromkeys(chunk for hop in hops for chunk in hop.reads if chunk not in received))
     first = 1 + max((index for index, op in plan if not isinstance(op, Pass) and {*op.writes} & {*own}), default=-1)
     step = plan.steps[first - 1] + 1 if first else 0
-    ops: list[Op] = [*plan.ops[:first], *(RowSums((chunk,), _light(chunk)) for chunk in sorted(own, key=_heads))]
+    own.sort(key=attrgetter("heads"))
+    ops: list[Op] = [*plan.ops[:first], *(RowSums((chunk,), _light(chunk)) for chunk in own)]
     steps = [*plan.steps[:first], *([step] * len(own))]
     whole = {*own}
     for op, number in zip(plan.ops[first:], plan.steps[first:], strict=True):
@@ -56,7 +58,3 @@ def _queries(op: Op) -> tuple[Chunk, ...]:
 
 def _light(chunk: Chunk) -> Chunk:
     return chunk._replace(tensor=without_o(chunk.tensor))
-
-
-def _heads(chunk: Chunk) -> int:
-    return chunk.heads

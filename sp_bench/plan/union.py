@@ -74,23 +74,15 @@ def union(regions: Sequence[Sequence[Regions]]) -> Calls:
         for region in (given.plain for given in of_block)
     ]
     full = [call for call in alone if call.kind is RegionKind.FULL]
-    ways = (_queries_joined(_keys_joined(full)), _keys_joined(_queries_joined(full)))
+    ways = (_joined(_joined(full, keys=keys), keys=not keys) for keys in (True, False))
     return (*min(ways, key=len), *(call for call in alone if call.kind is not RegionKind.FULL))
 
 
-def _keys_joined(calls: Iterable[KernelCall]) -> list[KernelCall]:
-    keys_of: dict[Pieces, list[Piece]] = {}
+def _joined(calls: Iterable[KernelCall], *, keys: bool) -> list[KernelCall]:
+    """The calls with those as one that have the same queries, with the `keys` of all, or the other way round."""
+    together: dict[Pieces, list[Piece]] = {}
     for call in calls:
-        keys_of.setdefault(call.q, []).extend(call.kv)
-    return [KernelCall(RegionKind.FULL, q, tuple(_in_order(kv))) for q, kv in keys_of.items()]
-
-
-def _queries_joined(calls: Iterable[KernelCall]) -> list[KernelCall]:
-    queries_of: dict[Pieces, list[Piece]] = {}
-    for call in calls:
-        queries_of.setdefault(call.kv, []).extend(call.q)
-    return [KernelCall(RegionKind.FULL, tuple(_in_order(q)), kv) for kv, q in queries_of.items()]
-
-
-def _in_order(pieces: Iterable[Piece]) -> list[Piece]:
-    return sorted(pieces, key=lambda piece: (piece.chunk, piece.rows.start))
+        same, other = (call.q, call.kv) if keys else (call.kv, call.q)
+        together.setdefault(same, []).extend(other)
+    pairs = [(same, tuple(sorted(pieces, key=lambda x: (x.chunk, x.rows.start)))) for same, pieces in together.items()]
+    return [KernelCall(RegionKind.FULL, *(pair if keys else pair[::-1])) for pair in pairs]
