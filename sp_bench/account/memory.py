@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from functools import cache
@@ -17,6 +16,7 @@ from sp_bench.plan.demand import untouched_partials
 from sp_bench.plan.ops import Block, Bundle, Chunk, Fused, Gathered, Op, Plan, RowSums, Transfer
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
+from sp_bench.plan.schedule import released_by
 from sp_bench.plan.tensors import KV, ODOQ, Kind, Tensor
 
 
@@ -77,7 +77,9 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     standing += sum(held_bytes(tensor, summed) for tensor, summed in neutral.items())
     owners = _first_ranks(plan, problem)
     change: list[np.ndarray | int] = [0] * (len(plan.ops) + 2)
-    released, of_rows = _released(plan, lowering), _bytes_of_rows(plan, problem, unsummed)
+    released = {index: len(plan.ops) - 1 for index, op in plan if isinstance(op, Transfer)}
+    released |= released_by(plan, lowering.waits)
+    of_rows = _bytes_of_rows(plan, problem, unsummed)
     for value in flow.first_use:
         if value.chunk not in elsewhere:
             last, summed = flow.last_use[value], value.chunk not in unsummed
@@ -135,27 +137,6 @@ def _first_ranks(plan: Plan, problem: Problem) -> np.ndarray:
     """The ranks that may differ in what they hold: the first of each chunk if rows are cast, else one for all."""
     several = any(isinstance(op, Gathered) for op in plan.ops)
     return np.arange(0, problem.n if several else 1, problem.layout.head_parallel)
-
-
-def _released(plan: Plan, lowering: Lowering) -> dict[int, int]:
-    """For each transfer, the first later block or fold that waits for it or for a later transfer of its lane.
-
-    The tensor sent may stay alive until then, as blocks run ahead of the lanes.
-    """
-    pending: dict[str, list[int]] = {lane: [] for lane in plan.lanes}
-    first = dict.fromkeys(pending, 0)
-    """By lane, the first transfer that is still pending, as a place in its list."""
-    released: dict[int, int] = {}
-    for index, op in plan:
-        if isinstance(op, Transfer):
-            pending[op.lane].append(index)
-            continue
-        for lane, last in lowering.waits[index]:
-            end = bisect_right(pending[lane], last, first[lane])
-            released |= dict.fromkeys(pending[lane][first[lane] : end], index)
-            first[lane] = end
-    end = len(plan.ops) - 1
-    return released | {index: end for lane, indices in pending.items() for index in indices[first[lane] :]}
 
 
 def _bytes_of_rows(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> dict[Chunk, np.ndarray]:

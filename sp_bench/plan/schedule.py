@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -90,6 +91,25 @@ def segments(plan: Plan, waits: Sequence[Waits]) -> dict[int, Segment]:
         if index in awaited:
             current = None
     return by_first
+
+
+def released_by(plan: Plan, waits: Sequence[Waits]) -> dict[int, int]:
+    """For each transfer, the first later block or fold that waits for it or for a later transfer of its lane, if any
+    does. The tensor sent may stay alive until then, as blocks run ahead of the lanes.
+    """
+    pending: dict[str, list[int]] = {lane: [] for lane in plan.lanes}
+    first = dict.fromkeys(pending, 0)
+    """By lane, the first transfer that is still pending, as a place in its list."""
+    released: dict[int, int] = {}
+    for index, op in plan:
+        if isinstance(op, Transfer):
+            pending[op.lane].append(index)
+            continue
+        for lane, last in waits[index]:
+            end = bisect_right(pending[lane], last, first[lane])
+            released |= dict.fromkeys(pending[lane][first[lane] : end], index)
+            first[lane] = end
+    return released
 
 
 def _receive_buffers(plan: Plan, flow: Dataflow) -> tuple[dict[int, ReceiveBuffer], dict[int, Values]]:

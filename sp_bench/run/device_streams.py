@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from sp_bench.lower import Lowering, Waits
 from sp_bench.plan.ops import BLOCKS, Plan
+from sp_bench.plan.schedule import released_by
 from sp_bench.run.devices import Device
 from sp_bench.run.streams import Prepost, Program, Streams
 
@@ -174,15 +175,8 @@ class DeviceStreams(Streams):
 
 def _let_go(plan: Plan, waits: Sequence[Waits]) -> list[tuple[int, ...]]:
     """By operation, the transfers of partials that the blocks' stream has first waited for before it."""
-    sent: dict[str, list[int]] = {lane: [] for lane in plan.lanes}
-    by_operation = []
-    for index, op in plan:
-        ended: list[int] = []
-        if op.stream != BLOCKS:
-            sent[op.stream] += [index] if any(chunk.tensor.is_partial for chunk in op.reads) else []
-        else:
-            for lane, last in waits[index]:
-                ended += [transfer for transfer in sent[lane] if transfer <= last]
-                sent[lane] = [transfer for transfer in sent[lane] if transfer > last]
-        by_operation.append(tuple(ended))
-    return by_operation
+    let_go: list[tuple[int, ...]] = [()] * len(plan.ops)
+    for transfer, index in released_by(plan, waits).items():
+        if any(chunk.tensor.is_partial for chunk in plan.ops[transfer].reads):
+            let_go[index] += (transfer,)
+    return let_go
