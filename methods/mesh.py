@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from typing import ClassVar, Literal, Self, TypeVar
 
 from sp_bench.methods.mesh_schedule import SCHEDULES, Tile
@@ -129,7 +128,7 @@ class MeshAttention(Method):
         c = self._hiding(problem, costs, phase, *chunks)
         schedule = SCHEDULES[phase](*self.tile_shape(problem.n), c, self._tile_kind(phase))
         own = {x.tensor.by_tokens: x for x in chunks}
-        self._add(steps, [(step.transfer, step.blocks) for step in schedule], own, partial(block_of, chunks))
+        self._add(steps, [(step.transfer, step.blocks) for step in schedule], own, blocks_of(chunks))
 
     def _add(
         self,
@@ -156,7 +155,8 @@ class MeshAttention(Method):
                     hop = self._receive_next(own, have)
                 steps.do(hop)
                 hops[transfer] += 1
-            steps.do(*[block(*each) for each in blocks])
+            for each in blocks:
+                steps.do(block(*each))
         steps.next(*unfolded.values())
 
     def _hiding(self, problem: Problem, costs: CostProfile, phase: str, *chunks: Chunk) -> dict[Tensor, int]:
@@ -215,13 +215,13 @@ def travelling(phase: str) -> tuple[Tensor, ...]:
     return (Q, KV, O) if phase == "forward" else (ODOQ, KV, DQ, DKV)
 
 
-def block_of(chunks: Sequence[Chunk], u: int, v: int) -> Attend | AttendBackward:
-    """The block of row u and column v of a tile, of the rank's own chunks of what travels."""
+def blocks_of(chunks: Sequence[Chunk]) -> Callable[[int, int], Attend | AttendBackward]:
+    """A function that makes the block of row u and column v of a tile, of the rank's own chunks of what travels."""
     if len(chunks) == 3:
         q, kv, o = chunks
-        return Attend(q.at(u), kv.at(v), o.at(u))
+        return lambda u, v: Attend(q.at(u), kv.at(v), o.at(u))
     odoq, kv, dq, dkv = chunks
-    return AttendBackward(odoq.at(u), kv.at(v), dq.at(u), dkv.at(v))
+    return lambda u, v: AttendBackward(odoq.at(u), kv.at(v), dq.at(u), dkv.at(v))
 
 
 def tiles(n: int) -> list[tuple[int, int]]:

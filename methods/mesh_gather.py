@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, Self
 
-from sp_bench.methods.mesh import block_of
+from sp_bench.methods.mesh import blocks_of
 from sp_bench.methods.mesh_orders import OrderedMesh, in_slices
 from sp_bench.plan import (
     Chunk,
@@ -106,8 +106,8 @@ class GatheredMesh(OrderedMesh, CollectiveMethod):
             ]
             steps.do(*(op for ops in behind for op in ops[:1]))
             if 1 <= i <= len(slices):
-                tile = [block_of(slices[i - 1], u, v) for u in range(a) for v in range(b)]
-                steps.do(*one_block(tile, problem))
+                block = blocks_of(slices[i - 1])
+                steps.do(*one_block([block(u, v) for u in range(a) for v in range(b)], problem))
             steps.do(*(op for ops in behind for op in ops[1:]))
 
     def _groups(self, problem: Problem) -> tuple[Group | Grid, Group | Grid]:

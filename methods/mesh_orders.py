@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, Self
 
-from sp_bench.methods.mesh import block_of, travelling
+from sp_bench.methods.mesh import blocks_of, travelling
 from sp_bench.methods.mesh_bounds import least_s, time_of
 from sp_bench.methods.mesh_lean import ORDERS, lean_order
 from sp_bench.methods.mesh_places import PlacedMesh
@@ -127,7 +127,8 @@ class OrderedMesh(PlacedMesh):
         _, moves = self._moves(problem, costs, phase, chunks)
         slices = in_slices(problem, chunks)
         own = {Hop(i, x.tensor.by_tokens): x for i, of_slice in enumerate(slices) for x in of_slice}
-        self._add(steps, moves, own, lambda i, u, v: block_of(slices[i], u, v))
+        blocks = [*map(blocks_of, slices)]
+        self._add(steps, moves, own, lambda i, u, v: blocks[i](u, v))
 
     def _moves(
         self, problem: Problem, costs: CostProfile, phase: str, chunks: tuple[Chunk, ...]

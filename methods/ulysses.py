@@ -83,10 +83,8 @@ class Ulysses(SplitsHeads, CollectiveMethod):
             if self.pad_heads:
                 rule = f"{self.name} splits heads={problem.heads}, and each rank must have one of them or of zeros"
                 raise RequestError(f"gpus={n}", rule, f"{problem.heads} or fewer would work")
-            rule = (
-                f"{self.name} splits heads={problem.heads} evenly, and kv_heads={problem.kv_heads} must divide evenly"
-            )
-            rule += " too or be a divisor of the ranks"
+            rule = f"{self.name} splits heads={problem.heads} evenly, and kv_heads={problem.kv_heads} must "
+            rule += "divide evenly too or be a divisor of the ranks"
             raise impossible(f"gpus={n}", rule, degrees, self.if_padded(problem, n))
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:

@@ -169,7 +169,8 @@ class Steps:
     def next(self, *ops: Op) -> None:
         """Open the next step, with these operations."""
         self.current += 1
-        self.do(*ops)
+        if ops:
+            self.do(*ops)
 
     def do(self, *ops: Op) -> None:
         """Add operations to the open step."""
