@@ -10,17 +10,6 @@ from sp_bench.account.sent import Traffic, Volume, sent_across_nodes, traffic, v
 from sp_bench.account.work import least_imbalance, model_flops, pairs, work_imbalance
 
 __all__ = [
-    "Traffic",
-    "Volume",
-    "buffer_bytes",
-    "least_bytes",
-    "least_imbalance",
-    "lower_bound_bytes",
-    "model_flops",
-    "pairs",
-    "peak_bytes",
-    "sent_across_nodes",
-    "traffic",
-    "volume",
-    "work_imbalance",
-]
+    "Traffic", "Volume", "buffer_bytes", "least_bytes", "least_imbalance", "lower_bound_bytes", "model_flops", "pairs",
+    "peak_bytes", "sent_across_nodes", "traffic", "volume", "work_imbalance",
+]  # fmt: skip

@@ -19,22 +19,7 @@ from sp_bench.lower.transports import (
 from sp_bench.plan.schedule import ReceiveBuffer, Waits
 
 __all__ = [
-    "ALONE",
-    "DEFAULT_TRANSPORT",
-    "GLOO",
-    "LAUNCH_ORDER",
-    "NCCL",
-    "ORDERED_FROM",
-    "SHARED",
-    "STAGED",
-    "SYMMETRIC",
-    "Lowering",
-    "PrepostedReceive",
-    "ReceiveBuffer",
-    "StagingUse",
-    "TensorSpec",
-    "TransportKind",
-    "TransportOptions",
-    "Waits",
-    "lower",
-]
+    "ALONE", "DEFAULT_TRANSPORT", "GLOO", "LAUNCH_ORDER", "NCCL", "ORDERED_FROM", "SHARED", "STAGED", "SYMMETRIC",
+    "Lowering", "PrepostedReceive", "ReceiveBuffer", "StagingUse", "TensorSpec", "TransportKind", "TransportOptions",
+    "Waits", "lower",
+]  # fmt: skip
