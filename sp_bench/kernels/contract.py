@@ -19,12 +19,15 @@ from torch import Tensor
 
 from sp_bench.kernels.entries import Entries
 from sp_bench.kernels.pieces import Ends, Pieces
+from sp_bench.kernels.row_sums import statistics_dtype
 from sp_bench.plan.regions import Region, RegionKind
 
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(out_BSHD, lse_BHS) of q, k and v."""
 Gradients = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(dq, dk, dv) of dout, q, k, v, out and lse."""
+Kind = RegionKind | Pieces
+"""The kind of a block, or several pieces of one: then all tensors are gathered, and so are results."""
 
 
 class BlockKernel(ABC):
@@ -81,7 +84,7 @@ class BlockKernel(ABC):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: RegionKind) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Kind) -> tuple[Tensor, Tensor]:
         """(out_BSHD in q's dtype, lse_BHS) of scores scaled by 1/sqrt(head_dim).
 
         The lse is a natural logarithm, in fp32 (fp64 where q is fp64). On a GPU it is contiguous, so that what a
@@ -92,6 +95,8 @@ class BlockKernel(ABC):
         if v.shape[3] < k.shape[3] and self.pads(k.shape[3], v.shape[3]):
             out, lse = self.forward(q, k, _padded(v, k), mask)
             return _narrowed(out, v), lse
+        if isinstance(mask, Pieces):
+            return self._forward_pieces(q, k, v, mask)
         _square(q, k, mask)
         if mask is RegionKind.UPPER:
             out, lse = self.forward(q.flip(1), k.flip(1), v.flip(1), RegionKind.CAUSAL)
@@ -105,18 +110,22 @@ class BlockKernel(ABC):
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RegionKind
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Kind
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this block, given the *global* out and lse of its rows; shapes and dtypes of q, k, v."""
         return self.gradients(dout, q, k, v, out, harmless(lse), mask)
 
     def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RegionKind
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Kind
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`backward`, given an lse that is `harmless`, which rows of many blocks need but once."""
         if v.shape[3] < k.shape[3] and self.pads(k.shape[3], v.shape[3]):
             dq, dk, dv = self.gradients(_padded(dout, q), q, k, _padded(v, k), _padded(out, q), lse, mask)
             return dq, dk, _narrowed(dv, v)
+        if isinstance(mask, Pieces):
+            grads = self._gradients_of_pieces(dout, q, k, v, out, lse, mask)
+            dq, dk, dv = (grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
+            return dq, dk, dv
         _square(q, k, mask)
         if mask is RegionKind.UPPER:
             dout, q, k, v, out = (x.flip(1) for x in (dout, q, k, v, out))
@@ -134,7 +143,7 @@ class BlockKernel(ABC):
                 grad[:, part_slice] = part
         return grads[0], grads[1], grads[2]
 
-    def forward_of(self, mask: RegionKind, queries: int, keys: int, dims: tuple[int, int]) -> Forward:
+    def forward_of(self, mask: Kind, queries: int, keys: int, dims: tuple[int, int]) -> Forward:
         """`forward` of blocks of one kind and size, with heads of `dims` (of keys, of values) elements: the backend's
         own function, where nothing is to be done beside it.
         """
@@ -143,14 +152,14 @@ class BlockKernel(ABC):
             return partial(self._forward, causal=mask is RegionKind.CAUSAL)
         return lambda q, k, v: forward(q, k, v, mask)
 
-    def gradients_of(self, mask: RegionKind, queries: int, keys: int, dims: tuple[int, int]) -> Gradients:
+    def gradients_of(self, mask: Kind, queries: int, keys: int, dims: tuple[int, int]) -> Gradients:
         """`gradients`, as `forward_of` has `forward`."""
         gradients = self.gradients
         if getattr(gradients, "__func__", None) is BlockKernel.gradients and self._is_plain(mask, queries, keys, dims):
             return partial(self._backward, causal=mask is RegionKind.CAUSAL)
         return lambda dout, q, k, v, out, lse: gradients(dout, q, k, v, out, lse, mask)
 
-    def _is_plain(self, mask: RegionKind, queries: int, keys: int, dims: tuple[int, int]) -> bool:
+    def _is_plain(self, mask: Kind, queries: int, keys: int, dims: tuple[int, int]) -> bool:
         """Whether a block is one call of the backend, on the tensors as they are."""
         square = mask is RegionKind.CAUSAL and queries == keys
         return (mask is RegionKind.FULL or square) and queries > 0 and keys > 0 and not self.pads(*dims)
@@ -163,29 +172,10 @@ class BlockKernel(ABC):
         """Whether it takes pieces of different sizes in one call: a VarlenKernel may."""
         return False
 
-    def forward_pieces(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
-        """`forward` of pieces: q, k and v are gathered, and so are (out, lse)."""
-        if v.shape[3] < k.shape[3] and self.pads(k.shape[3], v.shape[3]):
-            out, lse = self.forward_pieces(q, k, _padded(v, k), pieces)
-            return _narrowed(out, v), lse
-        return self._forward_pieces(q, k, v, pieces)
-
     def _forward_pieces(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
-        """`forward_pieces` of values of a width that the backend takes: here of equal pieces, as a batch."""
+        """`forward` of pieces, and values of a width that the backend takes: here of equal pieces, as a batch."""
         out, lse = self._forward(_stacked(q, pieces), _stacked(k, pieces), _stacked(v, pieces), pieces.causal)
         return out.reshape(*q.shape[:3], v.shape[3]), _in_line(lse, pieces)
-
-    def gradients_of_pieces(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`gradients` of pieces: all tensors are gathered, and so are (dq, dk, dv)."""
-        if v.shape[3] < k.shape[3] and self.pads(k.shape[3], v.shape[3]):
-            wide = _padded(dout, q), q, k, _padded(v, k), _padded(out, q)
-            dq, dk, dv = self.gradients_of_pieces(*wide, lse, pieces)
-            return dq, dk, _narrowed(dv, v)
-        grads = self._gradients_of_pieces(dout, q, k, v, out, lse, pieces)
-        dq, dk, dv = (grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
-        return dq, dk, dv
 
     def _gradients_of_pieces(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
@@ -259,14 +249,13 @@ def _in_line(lse: Tensor, pieces: Pieces) -> Tensor:
     return lse.unflatten(0, (-1, len(pieces.regions))).transpose(1, 2).flatten(2).contiguous()
 
 
-def empty_output(q: Tensor, dtype: torch.dtype | None = None, *, width: int | None = None) -> tuple[Tensor, Tensor]:
+def empty_output(q: Tensor, *, width: int | None = None) -> tuple[Tensor, Tensor]:
     """(out_BSHD, lse_BHS) of rows that saw no key, 0 and -inf: the neutral element of a fold. `width` is that of
     values, if they are narrower.
     """
     batch, tokens, heads, _ = q.shape
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = torch.zeros((*q.shape[:3], width or q.shape[3]), dtype=dtype or q.dtype, device=q.device)
-    return out, torch.full((batch, heads, tokens), -math.inf, dtype=lse_dtype, device=q.device)
+    out = torch.zeros((*q.shape[:3], width or q.shape[3]), dtype=q.dtype, device=q.device)
+    return out, torch.full((batch, heads, tokens), -math.inf, dtype=statistics_dtype(q), device=q.device)
 
 
 def heads_first(x_BSHD: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sp_bench.kernels.contract import BlockKernel, empty_output
 from sp_bench.kernels.fold import fold_unfused_
+from sp_bench.kernels.row_sums import statistics_dtype
 from sp_bench.plan.mask import Mask
 
 
@@ -23,7 +24,7 @@ class Reference(BlockKernel):
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q)
-        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=_statistic(q), device=q.device)
+        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=statistics_dtype(q), device=q.device)
         group = q.shape[2] // k.shape[2]
         for b in range(q.shape[0]):
             for h in range(q.shape[2]):
@@ -88,7 +89,3 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
         hidden = torch.ones(scores.shape, dtype=torch.bool, device=scores.device).triu(1)
         scores.masked_fill_(hidden, -math.inf)
     return scores
-
-
-def _statistic(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -16,13 +16,13 @@ from torch import Tensor
 
 def row_sums(out_BSHD: Tensor, dout_BSHD: Tensor) -> Tensor:
     """delta_BHS = rowsum(dO * O), contiguous, in fp32 (fp64 where O is fp64)."""
-    exact = _statistics(out_BSHD)
+    exact = statistics_dtype(out_BSHD)
     return (out_BSHD.to(exact) * dout_BSHD.to(exact)).sum(-1).transpose(1, 2).contiguous()
 
 
 def projection(dout_BSHD: Tensor, delta_BHS: Tensor) -> Tensor:
     """The O with these row sums that is shortest, (B, S, H, D) in dO's dtype; 0 where dO is 0."""
-    dout = dout_BSHD.to(_statistics(dout_BSHD))
+    dout = dout_BSHD.to(statistics_dtype(dout_BSHD))
     # Of gradients as small as 1e-20 the square is 0 in fp32.
     largest = dout.abs().amax(-1, keepdim=True)
     direction = dout / torch.where(largest > 0, largest, 1.0)
@@ -31,5 +31,6 @@ def projection(dout_BSHD: Tensor, delta_BHS: Tensor) -> Tensor:
     return (scale * direction).to(dout_BSHD.dtype)
 
 
-def _statistics(x: Tensor) -> torch.dtype:
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of one number a row of a tensor: fp32 (fp64 where it is fp64)."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

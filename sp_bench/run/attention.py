@@ -19,6 +19,7 @@ from torch import Tensor
 from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.kernels import choose
+from sp_bench.kernels.row_sums import statistics_dtype
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
 from sp_bench.plan.documents import Packed
@@ -170,7 +171,7 @@ class SequenceParallelAttention(torch.nn.Module):
             q = q * (self.scale * math.sqrt(q.shape[-1]))
         engine = self.engine(q, k, v, seqlen=seqlen, kv_seqlen=kv_seqlen, sinks=sinks)
         if sinks is not None:
-            sinks = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+            sinks = sinks.to(statistics_dtype(q))
         with calls.running(engine) if (calls := self._calls) else nullcontext():
             return attend(q, k, v, engine, sinks)
 

@@ -48,8 +48,8 @@ class Blocks:
         """
         self._problem, self._rank, self._kernel, self._sums, self._device = problem, rank, kernel, sums, device
         self._latents, self._timed = latents, timed
-        self._running: Execution | None = None
-        """The execution whose blocks make keys of latents now."""
+        self.see: Callable[..., None] = nothing_seen
+        """Told the tensors that a block holds that makes keys of latents: `see` of the execution that runs."""
         self._windows: Callable[[Place, Place], list[Window]] = cache(self._find_windows)
         self._computing = Windows(problem, sums, device, self._kernel_of, timed=timed)
         self._of_gathered = GatheredBlocks(problem, rank, kernel, sums, device, self._computing, self._once)
@@ -58,8 +58,6 @@ class Blocks:
     def call(self, index: int, op: Op, *, compute: bool) -> Perform:
         """The call of operation `index`; without `compute` it only waits, as a Join does, but for bundles."""
         do = self._bound(op) if compute or isinstance(op, Bundle) else None
-        if do is not None and self._latents:
-            do = self._seen(do)
         released = self._released.get(index)
         if not released:
             return do or _nothing
@@ -72,27 +70,12 @@ class Blocks:
 
         return do_and_release
 
-    def _seen(self, do: Perform) -> Perform:
-        """The call, of which the keys that blocks make are seen by its execution."""
-
-        def do_and_see(run: Execution) -> None:
-            self._running = run
-            do(run)
-            self._running = None
-
-        return do_and_see
-
     def _kernel_of(self, queries: Chunk) -> BlockKernel | Expanding:
         """The kernel of blocks of these queries, given what their chunks of keys have."""
         if self._latents is None:
             return self._kernel
         heads = self._heads(queries)(torch.arange(self._problem.padded_heads))
-
-        def see(*tensors: Tensor) -> None:
-            assert self._running is not None, "blocks are called by one"
-            self._running.see(*tensors)
-
-        return Expanding(self._kernel, self._latents, heads, see)
+        return Expanding(self._kernel, self._latents, heads, lambda *tensors: self.see(*tensors))
 
     def _bound(self, op: Op) -> Perform | None:
         match op:
@@ -297,6 +280,10 @@ def of_sinks(sinks_H: Tensor, out: Tensor, dout: Tensor, lse_BHS: Tensor) -> Ten
     """
     p_BHS = torch.exp(sinks_H[:, None] - lse_BHS)
     return -(p_BHS * row_sums(out, dout)).sum((0, 2)).to(sinks_H.dtype)
+
+
+def nothing_seen(*tensors: Tensor) -> None:
+    """Record nothing (Execution.see)."""
 
 
 def _nothing(run: Execution) -> None:

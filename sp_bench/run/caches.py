@@ -13,7 +13,7 @@ from torch import Tensor
 from sp_bench.kernels import BlockKernel
 from sp_bench.kernels.contract import PagedKernel, empty_output
 from sp_bench.kernels.entries import Entries
-from sp_bench.kernels.pieces import Pieces, calls, on_device
+from sp_bench.kernels.pieces import calls, on_device
 from sp_bench.plan.caches import CacheBlocks, Caches
 from sp_bench.plan.ops import Attend, AttendBackward
 from sp_bench.plan.problem import Problem
@@ -145,7 +145,10 @@ class _InLine:
             return _as_a_batch(self._kernel, self._alike, q, k, v)
         out, lse = empty_output(q, width=v.shape[3])
         for part in self._parts:
-            _perform(part, self._kernel, (q, k, v), (out, lse))
+            results = self._kernel.forward(
+                tokens_of(q, part.q), tokens_of(k, part.kv), tokens_of(v, part.kv), part.kind
+            )
+            _put(results, part.q, (out, lse))
         return out, lse
 
 
@@ -231,18 +234,6 @@ def in_pages(problem: Problem, rank: int, k: Tensor, v: Tensor) -> tuple[Tensor,
         return made
 
     return pool(k), pool(v)
-
-
-def _perform(
-    call: Window, kernel: BlockKernel, operands: tuple[Tensor, Tensor, Tensor], into: tuple[Tensor, Tensor]
-) -> None:
-    """Compute a call, from (q, k, v) with all rows, and put its rows' (out_BSHD, lse_BHS) into those of all."""
-    q, k, v = (tokens_of(x, rows) for x, rows in zip(operands, (call.q, call.kv, call.kv), strict=True))
-    if isinstance(call.kind, Pieces):
-        results = kernel.forward_pieces(q, k, v, call.kind)
-    else:
-        results = kernel.forward(q, k, v, call.kind)
-    _put(results, call.q, into)
 
 
 def _put(results: tuple[Tensor, Tensor], rows: Rows, into: tuple[Tensor, Tensor]) -> None:

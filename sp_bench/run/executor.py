@@ -21,7 +21,7 @@ from sp_bench.plan.cast_rows import find_regions
 from sp_bench.plan.ops import Chunk, Op, Plan, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.run.annotations import annotation
-from sp_bench.run.blocks import Blocks, Perform
+from sp_bench.run.blocks import Blocks, Perform, nothing_seen
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.device_streams import DeviceStreams
 from sp_bench.run.devices import Device
@@ -100,7 +100,7 @@ class Executor:
         how = {"timed": self._timed, "on_host": self._on_host, "live": live, "sinks": sinks, "held": held}
         execution = Execution(inputs, self._sums, self._buffers, self._streams.clock, **how)
         self._last_marks = execution.marks
-        self._lanes.given_results = results or {}
+        self._lanes.given_results, self._blocks.see = results or {}, execution.see
         started = time.perf_counter()
         try:
             # Where streams are switched torch makes their device the current one.
@@ -115,12 +115,7 @@ class Executor:
         finally:
             execution.marks.caller_s = time.perf_counter() - started
             execution.close()
-            self._lanes.given_results = {}
-
-    @property
-    def spent(self) -> Spent:
-        """Time breakdown of the last execution. On a GPU, synchronize first."""
-        return self._last_marks.spent()
+            self._lanes.given_results, self._blocks.see = {}, nothing_seen
 
     def reading(self) -> Callable[[], Spent]:
         """A function that tells the execution's breakdown, even after the next one. Synchronize on a GPU first."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sp_bench.kernels import BlockKernel
-from sp_bench.kernels.pieces import Pieces
+from sp_bench.kernels.contract import Forward, Gradients, Kind
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import RegionKind
 
 Heads = slice | Tensor
 """Some of the query heads: a slice where they are evenly apart."""
@@ -143,29 +143,27 @@ class Expanding:
         self._latents.add_gradients(c, made, dv, self._heads)
         return dc
 
-    def forward(self, q: Tensor, c: Tensor, v: Tensor, mask: RegionKind | Pieces) -> tuple[Tensor, Tensor]:
-        """As BlockKernel.forward, or forward_pieces, of c_BS1W and values of no width."""
+    def forward(self, q: Tensor, c: Tensor, v: Tensor, mask: Kind) -> tuple[Tensor, Tensor]:
+        """As BlockKernel.forward, of c_BS1W and values of no width."""
         k, values = self.made(c)
-        if isinstance(mask, Pieces):
-            out, lse = self.kernel.forward_pieces(q, k, values, mask)
-        else:
-            out, lse = self.kernel.forward(q, k, values, mask)
+        out, lse = self.kernel.forward(q, k, values, mask)
         self._see(c, k, values, out, lse)
         return out, lse
 
-    forward_pieces = forward
-
     def gradients(
-        self, dout: Tensor, q: Tensor, c: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RegionKind | Pieces
+        self, dout: Tensor, q: Tensor, c: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Kind
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As BlockKernel.gradients, or gradients_of_pieces: (dq, the gradient of c_BS1W, one of no width)."""
+        """As BlockKernel.gradients: (dq, the gradient of c_BS1W, one of no width)."""
         k, values = self.made(c)
-        if isinstance(mask, Pieces):
-            dq, dk, dv = self.kernel.gradients_of_pieces(dout, q, k, values, out, lse, mask)
-        else:
-            dq, dk, dv = self.kernel.gradients(dout, q, k, values, out, lse, mask)
+        dq, dk, dv = self.kernel.gradients(dout, q, k, values, out, lse, mask)
         dc = self.gradient_of_latents(c, dk, dv)
         self._see(c, k, values, dq, dk, dv, dc)
         return dq, dc, v
 
-    gradients_of_pieces = gradients
+    def forward_of(self, mask: Kind, *of_block: object) -> Forward:
+        """`forward` of blocks of one kind, as BlockKernel.forward_of."""
+        return partial(self.forward, mask=mask)
+
+    def gradients_of(self, mask: Kind, *of_block: object) -> Gradients:
+        """`gradients` of blocks of one kind, as BlockKernel.gradients_of."""
+        return partial(self.gradients, mask=mask)

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from sp_bench.kernels import BlockKernel
-from sp_bench.kernels.pieces import Pieces
-from sp_bench.plan.regions import RegionKind
+from sp_bench.kernels.contract import Kind
 from sp_bench.run.latents import Expanding
 from sp_bench.run.partials import Rows, Tensors, add_rows, tokens_of
 
-Call = tuple[Rows, RegionKind | Pieces]
+Call = tuple[Rows, Kind]
 """The key rows of a kernel call of a block, and its kind."""
 
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 
 from sp_bench.kernels import BlockKernel
-from sp_bench.kernels.contract import Forward, Gradients
+from sp_bench.kernels.contract import Gradients, Kind
 from sp_bench.kernels.pieces import Pieces
 from sp_bench.kernels.pieces import calls as kernel_calls
 from sp_bench.plan.ops import Chunk
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import Region, RegionKind, Regions
+from sp_bench.plan.regions import Region, Regions
 from sp_bench.run.execution import FOLDS, KERNELS, REST, WAITS, Execution, Perform
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.latents import Expanding
@@ -34,7 +34,7 @@ class Window(NamedTuple):
 
     q: Rows
     kv: Rows
-    kind: RegionKind | Pieces
+    kind: Kind
     """The kind of its region, never STRICT."""
 
     @classmethod
@@ -101,7 +101,7 @@ class Windows:
         """
         kernel, takes, together, latents = self._with_keys(q_chunk, windows, take)
         bound = [
-            (*self._sides(q_chunk, o, w.q, queries), take_kv, self._forward_of(kernel, w))
+            (*self._sides(q_chunk, o, w.q, queries), take_kv, kernel.forward_of(*self._call_of(w)))
             for w, take_kv in zip(windows, takes, strict=True)
         ]
         timed = self._timed
@@ -144,14 +144,6 @@ class Windows:
             return rows_of(rows), queries.into(rows)
         return self._take_queries(q_chunk, rows), self._sums.at(into, rows)
 
-    def _forward_of(self, kernel: BlockKernel | Expanding, window: Window) -> Forward:
-        kind = window.kind
-        if isinstance(kind, Pieces):
-            return lambda q, k, v: kernel.forward_pieces(q, k, v, kind)
-        if isinstance(kernel, Expanding):
-            return lambda q, c, v: kernel.forward(q, c, v, kind)
-        return kernel.forward_of(kind, len(window.q), len(window.kv), (self._problem.head_dim, self._problem.value_dim))
-
     def backward(
         self,
         q_chunk: Chunk,
@@ -170,7 +162,7 @@ class Windows:
         of_keys: list[Rows] = [together.rows] if together else [window.kv for window in windows]
         into_keys = [self._sums.at(dkv, rows) for rows in of_keys] if dkv is not None else []
         bound = [
-            (number, *self._sides(q_chunk, dq_chunk, w.q, queries), take_kv, self._gradients_of(kernel, w))
+            (number, *self._sides(q_chunk, dq_chunk, w.q, queries), take_kv, kernel.gradients_of(*self._call_of(w)))
             for number, (w, take_kv) in enumerate(zip(windows, takes, strict=True))
         ]
         if not (together and latents):
@@ -220,14 +212,9 @@ class Windows:
 
         return each_backward
 
-    def _gradients_of(self, kernel: BlockKernel | Expanding, window: Window) -> Gradients:
-        kind = window.kind
-        if isinstance(kind, Pieces):
-            return lambda dout, q, k, v, out, lse: kernel.gradients_of_pieces(dout, q, k, v, out, lse, kind)
-        if isinstance(kernel, Expanding):
-            return lambda dout, q, c, v, out, lse: kernel.gradients(dout, q, c, v, out, lse, kind)
-        dims = (self._problem.head_dim, self._problem.value_dim)
-        return kernel.gradients_of(kind, len(window.q), len(window.kv), dims)
+    def _call_of(self, window: Window) -> tuple[Kind, int, int, tuple[int, int]]:
+        """All that tells apart a window's kernel call from others (BlockKernel.forward_of)."""
+        return window.kind, len(window.q), len(window.kv), (self._problem.head_dim, self._problem.value_dim)
 
     def take(self, chunk: Chunk, rows: Rows) -> Take | None:
         """A function that takes rows out of the tensors of a chunk; None if they are all of them."""

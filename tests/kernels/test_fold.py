@@ -138,7 +138,7 @@ def test_fold_into_some_rows_of_an_accumulator() -> None:
 def test_narrow_parts_into_an_fp32_accumulator(narrow: torch.dtype) -> None:
     """64 of them: only their own rounding shows, none of the accumulator's."""
     parts = [a_part(seed, narrow) for seed in range(64)]
-    out, lse = empty_output(parts[0][0], torch.float32)
+    out, lse = empty_output(parts[0][0].float())
     for part in parts:
         fold_(out, lse, *part)
     assert out.dtype == lse.dtype == torch.float32

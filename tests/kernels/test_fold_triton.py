@@ -133,7 +133,7 @@ def test_strides(fused: Callable) -> None:
 def test_64_narrow_parts(fused: Callable) -> None:
     """Only their own rounding shows, none of the accumulator's."""
     parts = [a_part(seed, (1, 5, 2, 8), torch.bfloat16, blind=0.1) for seed in range(64)]
-    out, lse = empty_output(parts[0][0], torch.float32)
+    out, lse = empty_output(parts[0][0].float())
     exact_out, exact_lse = out.double(), lse.double()
     for part in parts:
         fused(out, lse, *part)

@@ -51,8 +51,8 @@ def test_pieces_are_their_regions(case: Case, regions: list[Region], head_dim: i
             tokens_of(x, rows)
             for x, rows in zip(whole, (pieces.queries, pieces.keys, pieces.keys, pieces.queries), strict=True)
         )
-        out, lse = kernel.forward_pieces(q, k, v, pieces)
-        gradients = kernel.gradients_of_pieces(dout, q, k, v, out, lse, pieces)
+        out, lse = kernel.forward(q, k, v, pieces)
+        gradients = kernel.gradients(dout, q, k, v, out, lse, pieces)
     assert lse.is_contiguous(), "on a GPU a lane sends it as it is"
     scattered = [torch.zeros_like(x) for x in (whole.q, whole.q, whole.k, whole.v)]
     rows = (pieces.queries, pieces.queries, pieces.keys, pieces.keys)

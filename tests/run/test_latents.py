@@ -150,8 +150,8 @@ def test_pieces_are_their_regions_and_add_to_the_matrices_gradients() -> None:
         none = c[..., :0]
         given = q[:, pieces.queries], c[:, pieces.keys], none[:, pieces.keys]
         kernels = [Expanding(kernel, each, torch.tensor(heads), lambda *x: None) for each in (at_once, one_by_one)]
-        out, lse = kernels[0].forward_pieces(*given, pieces)
-        dq, dc, dv = kernels[0].gradients_of_pieces(dout[:, pieces.queries], *given, out, lse, pieces)
+        out, lse = kernels[0].forward(*given, pieces)
+        dq, dc, dv = kernels[0].gradients(dout[:, pieces.queries], *given, out, lse, pieces)
         assert dv.shape[3] == 0
         for i, region in enumerate(regions):
             rows, mine = (slice(each.start, each.stop) for each in (region.q, region.kv))

@@ -119,8 +119,8 @@ def test_flash_attn_3_is_told_in_every_call() -> None:
         kernel.backward(block.dout, block.q, block.k, block.v, out, lse, RegionKind.FULL)
         regions = tuple(Region(RegionKind.CAUSAL, piece, piece) for piece in (range(4), range(4, 8)))
         pieces = Pieces(table_of(regions), torch.device("cpu"))
-        out, lse = kernel.forward_pieces(block.q, block.k, block.v, pieces)
-        kernel.gradients_of_pieces(block.dout, block.q, block.k, block.v, out, lse, pieces)
+        out, lse = kernel.forward(block.q, block.k, block.v, pieces)
+        kernel.gradients(block.dout, block.q, block.k, block.v, out, lse, pieces)
         assert vars(sys.modules["flash_attn_interface"])["margins"] == [16] * 4
 
 
