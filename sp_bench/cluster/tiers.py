@@ -100,7 +100,6 @@ class PcieTree(Switch, frozen=True, kw_only=True, tag="pcie_tree"):
     loads their links p**crowding times. CPUs are poor PCIe switches: all-to-alls get a fraction of a ring's rate."""
 
     def levels(self) -> list[Level]:
-        """The shared links of a node, from its GPUs up."""
         shared = [*super().levels(), Level("uplink", self.gpus_per_switch, self.uplink_bytes_per_s)]
         if self.gpus_per_socket and self.socket_bytes_per_s:
             shared.append(Level("socket", self.gpus_per_socket, self.socket_bytes_per_s))

@@ -40,7 +40,6 @@ class Attention(Workload):
 
     @classmethod
     def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Self:
-        """The workload of a config. Raises RequestError for an invalid value of `sinks`."""
         return cls(phases=phases, sinks=read(bool, config.get(SINKS, False), SINKS))
 
     def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:
@@ -64,7 +63,6 @@ class Attention(Workload):
         return PHASES if "backward" in phases else PHASES[:1]
 
     def flops(self, phase: str, problem: Problem) -> float:
-        """Model FLOPs of one phase on all ranks together (account.model_flops)."""
         return account.model_flops(problem, phase)
 
     def gate(self, spec: Spec, context: RankContext) -> GateErrors:

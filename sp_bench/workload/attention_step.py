@@ -6,7 +6,7 @@ q and dout are (B, S / n, H, D), k and v (B, S / n, kv_heads, D).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -67,7 +67,6 @@ class AttentionStep(Step):
 
     @property
     def engine(self) -> Engine | GraphedEngine | PeerEngine:
-        """The engine of the timed phases."""
         return self._engine
 
     @property
@@ -114,16 +113,13 @@ class AttentionStep(Step):
         spent = self._engine.spent(phase)
         if spent is None:
             return {}
-        known = parts_of(spent)
-        marked = marks_parts(self._spec) or self._context.device.type == "cpu"
-        return known if marked else {"caller": known["caller"]}
+        known = summed([spent])
+        return known if marks_parts(self._spec, self._context.device) else {"caller": known["caller"]}
 
     def finite(self) -> bool:
-        """Whether the last outputs and gradients are finite."""
         return all(bool(x.isfinite().all()) for results in self._results.values() for x in results)
 
     def keep(self) -> None:
-        """Keep sampled rows of the last outputs and gradients."""
         if self._sample is None:
             spec, context = self._spec, self._context
             self._sample = sampled(spec.problem, context.rank, spec.seed)
@@ -148,14 +144,21 @@ class AttentionStep(Step):
         return errors_of_rows(spec.problem, self._context, inputs, kept, sample, sunk, latents=latents)
 
 
-def parts_of(spent: Spent) -> dict[str, float]:
-    """The seconds of an execution by part, named as in measure.samples.INSIDE."""
-    return {name.removesuffix("_s"): seconds for name, seconds in asdict(spent).items()}
+def summed(several: Iterable[Spent]) -> dict[str, float]:
+    """The seconds of executions together by part, named as in measure.samples.INSIDE."""
+    seconds: dict[str, float] = {}
+    for spent in several:
+        for name, part_s in asdict(spent).items():
+            part = name.removesuffix("_s")
+            seconds[part] = seconds.get(part, 0.0) + part_s
+    return seconds
 
 
-def marks_parts(spec: Spec) -> bool:
-    """Whether a GPU marks the times of kernels, folds and waits: of a rank alone they are what it is executed for."""
-    return spec.parts or spec.alone is not None
+def marks_parts(spec: Spec, device: torch.device) -> bool:
+    """Whether the times of kernels, folds and waits are marked: always on a CPU, and on a GPU if they are asked for, or
+    a rank alone is executed for them.
+    """
+    return device.type == "cpu" or spec.parts or spec.alone is not None
 
 
 def make_engine(
@@ -197,7 +200,7 @@ def make_engines(
         transport = context.transport(plans, shares.lane_ctas if shares else None)
     most = max((chunk.problem for chunk in chunks), key=lambda each: each.padded_heads)
     latents = Latents.random(most, spec.seed, device, backward=any("backward" in chunk.plans for chunk in chunks))
-    marked, arena = timed or marks_parts(spec), Arena(device) if len(chunks) > 1 else None
+    marked, arena = timed or marks_parts(spec, device), Arena(device) if len(chunks) > 1 else None
     return [
         Engine(
             chunk.plans,

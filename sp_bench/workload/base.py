@@ -234,11 +234,6 @@ class Workload(ABC):
         """Remarks for a reader of its records, on what it stands for."""
         return ()
 
-    @property
-    def turns(self) -> int:
-        """How often a rank computes forward and backward in a step, each time on other sequences."""
-        return 1
-
     @classmethod
     @abstractmethod
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
@@ -272,7 +267,7 @@ class Workload(ABC):
 
     def tokens(self, problem: Problem) -> int:
         """Tokens of a step, of all groups and turns."""
-        return problem.batch * problem.seqlen * self.groups * self.turns
+        return problem.batch * problem.seqlen * self.groups
 
     def decoded(self, problem: Problem) -> DecodeStep:
         """The fields of a record that describe a decode step."""

@@ -14,7 +14,7 @@ from sp_bench.plan.problem import DTYPE_BYTES
 from sp_bench.plan.tensors import KV
 from sp_bench.workload.layer_costs import LayerCosts
 from sp_bench.workload.model import shard_elements
-from sp_bench.workload.training import FLOAT8, MOMENTS, UPDATE, Training, sent_otherwise
+from sp_bench.workload.training import MOMENTS, UPDATE, Training, sent_otherwise
 
 ELEMENTWISE_BACKWARD = 2.0
 """Memory moved by the backward of elementwise operations over that of their forward."""
@@ -33,19 +33,9 @@ class TrainingCosts(LayerCosts):
     """How often a rank computes forward and backward in a step."""
 
     @property
-    def tensor_parallel(self) -> int:
-        """How many GPUs share the tokens of a rank, with a part of the heads and matrices each."""
-        return self.training.tensor_parallel
-
-    @property
-    def narrow(self) -> bool:
-        """Whether matrix products are in float8, with a scale for each tensor."""
-        return self.training.linears == FLOAT8
-
-    @property
     def gpus(self) -> int:
         """The number of GPUs: those of all tensor-parallel and data-parallel groups."""
-        return self.ranks * self.training.tensor_parallel
+        return self.ranks * self.degree
 
     @property
     def ranks(self) -> int:

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from msgspec import structs
-
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
@@ -25,7 +23,7 @@ from sp_bench.reading import Count, Section, Tokens, read
 from sp_bench.records.quantities import DecodeStep, Prompt, TrainingStep
 from sp_bench.workload.attention import Attention
 from sp_bench.workload.base import SINKS
-from sp_bench.workload.model import NONE, Model
+from sp_bench.workload.model import Model, decoder_of
 
 NEW_TOKENS, CACHED, CACHED_HERE = 1, 2**17, 2**9
 """New tokens of each sequence and keys of its cache where a config doesn't say; the last on this machine."""
@@ -63,19 +61,11 @@ class Decode(Attention):
 
     @classmethod
     def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Decode:
-        """The workload of a config. Raises RequestError for its invalid keys."""
         sinks, degree = read(bool, config.get(SINKS, False), SINKS), cls.tensor_parallel(config)
-        if config["model"]["name"] == NONE:
-            return cls(phases=phases, sinks=sinks, degree=degree)
-        model = read(Model, config["model"], "model")
-        if model.kind != "decoder":
-            rule = f"is a {model.kind}, and tokens are those of a decoder"
-            raise RequestError(f"model={model.name}", rule, "model=llama3_8b would work")
-        return cls(phases=phases, sinks=sinks, degree=degree, model=model)
+        return cls(phases=phases, sinks=sinks, degree=degree, model=decoder_of(config, "tokens are those of"))
 
     @classmethod
     def tensor_parallel(cls, config: Mapping[str, Any]) -> int:
-        """The degree that decode.tensor_parallel asks for."""
         return _section(config).tensor_parallel
 
     @classmethod
@@ -136,7 +126,7 @@ class Decode(Attention):
                 "latent_dim": None,
                 "rope_dim": None,
             }
-            section = structs.replace(section, latent=True)
+            section = section.replace(latent=True)
         latent, kv_heads = section.latent, section.tensor_parallel * shape["kv_heads"]
         if latent and kv_heads > 1:
             rule = "all query heads share the one head of latent keys, which GPUs can't split"
@@ -189,7 +179,6 @@ class Decode(Attention):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks on what of a step it has."""
         of = f"of all {sum(self.layers)} layers" if self.model else "of one layer"
         return (f"the attention {of}: of the time for an output token it is that share alone",)
 
@@ -226,7 +215,6 @@ class Decode(Attention):
         )
 
     def described(self, problem: Problem) -> TrainingStep:
-        """The model, as far as there is one."""
         if not self.model:
             return TrainingStep()
         full, *others = self.layers

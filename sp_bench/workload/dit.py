@@ -131,7 +131,6 @@ class Denoise(Train):
 
     @classmethod
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
-        """The phases that are timed: there is no other."""
         return phases
 
     @property
@@ -139,7 +138,6 @@ class Denoise(Train):
         return self.phases
 
     def times_executed(self, phase: str, attention: int = 0) -> Mapping[str, int]:
-        """The plan once for each layer."""
         return {phase: self.layers}
 
     def sent_otherwise(self, phase: str, problem: Problem) -> Mapping[tuple[str, ...], int]:
@@ -151,7 +149,6 @@ class Denoise(Train):
         return problem.batch * problem.keys.seqlen
 
     def described(self, problem: Problem) -> TrainingStep:
-        """The model, and its text."""
         text = (self.model.text, self.model.text_tokens) if self.model.text_tokens else (None, None)
         parameters = self.model.parameters(problem)
         return TrainingStep(model=self.model.name, parameters=parameters, text=text[0], text_tokens=text[1])
@@ -159,11 +156,9 @@ class Denoise(Train):
     def costs(  # pyright: ignore[reportIncompatibleMethodOverride]  # of a forward alone
         self, problem: Problem, device: DeviceCosts, crowding: float = 1.0
     ) -> DenoiseCosts:
-        """Seconds and memory of a step beside its attention, on a GPU of such a device."""
         return DenoiseCosts(model=self.model, problem=problem, device=device, crowding=crowding)
 
     def held_bytes(self, device: DeviceCosts, problem: Problem) -> Mapping[str, int]:
-        """Bytes of parameters and activations."""
         costs = self.costs(problem, device)
         return {"parameters": costs.parameters_bytes, "activations": costs.activations_bytes}
 
@@ -188,7 +183,6 @@ class Denoise(Train):
         return gate(self, spec, context)
 
     def prepare(self, spec: Spec, context: RankContext) -> Step:
-        """Make the parameters, and an engine for the attention of all layers."""
         from sp_bench.workload.dit_step import DenoiseStep
 
         return DenoiseStep(self, spec, context)

@@ -18,7 +18,7 @@ from sp_bench.run.devices import clock_of
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
-from sp_bench.workload.attention_step import make_engine, parts_of
+from sp_bench.workload.attention_step import make_engine, summed
 from sp_bench.workload.base import RankContext, Spec, Step
 from sp_bench.workload.denoiser import Denoiser
 from sp_bench.workload.exact_rows import Inputs, errors_of_rows
@@ -52,11 +52,9 @@ class DenoiseStep(Step):
 
     @property
     def engine(self) -> Engine:
-        """The engine of all layers."""
         return self._attention.engine
 
     def untimed(self) -> None:
-        """Make the next latent."""
         self._latent = self._denoiser.latent(self._number)
         self._number += 1
 
@@ -82,11 +80,8 @@ class DenoiseStep(Step):
 
     def parts(self, phase: str) -> Mapping[str, float]:
         """Seconds of the last execution by part: the attention as a whole, and its own parts."""
-        seconds = {"attention": sum(self._clock.seconds(*pair) for pair in self._attention.marks)}
-        for reading in self._attention.readings:
-            for name, spent in parts_of(reading()).items():
-                seconds[name] = seconds.get(name, 0.0) + spent
-        return seconds
+        attention_s = sum(self._clock.seconds(*pair) for pair in self._attention.marks)
+        return {"attention": attention_s} | summed(reading() for reading in self._attention.readings)
 
     def memory(self) -> Mapping[str, int]:
         """Bytes by kind; activations and the attention's own are those of the execution that was measured."""
@@ -98,7 +93,6 @@ class DenoiseStep(Step):
         }
 
     def finite(self) -> bool:
-        """Whether the last result is finite."""
         return self._predicted is None or bool(self._predicted.isfinite().all())
 
     def errors(self) -> GateErrors:

@@ -6,7 +6,6 @@ memory speed, each operation once through memory, or at the speed that a calibra
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +16,7 @@ from sp_bench.workload.training import FLOAT8, ring_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCosts(ABC):
+class LayerCosts:
     """Layers on one GPU of the rank that owns the most tokens."""
 
     model: Model
@@ -26,21 +25,15 @@ class LayerCosts(ABC):
     device: DeviceCosts
     crowding: float = 1.0
     """How many times longer all takes because ranks share cores."""
-
-    @property
-    @abstractmethod
-    def tensor_parallel(self) -> int:
-        """How many GPUs share the tokens of a rank, with a part of the heads and matrices each."""
-
-    @property
-    def narrow(self) -> bool:
-        """Whether matrix products are in float8, with a scale for each tensor."""
-        return False
+    degree: int = 1
+    """How many GPUs share the tokens of a rank, with a part of the heads and matrices each (tensor parallelism)."""
+    narrow: bool = False
+    """Whether matrix products are in float8, with a scale for each tensor."""
 
     @cached_property
     def share(self) -> Model:
         """The part of the model that a GPU has before parameters are split over the ranks."""
-        return self.model.part(self.tensor_parallel)
+        return self.model.part(self.degree)
 
     @property
     def _tokens(self) -> int:
@@ -113,4 +106,4 @@ class LayerCosts(ABC):
     @property
     def tensor_sum_bytes(self) -> int:
         """Sent in one sum of a hidden state, or its gradient, over a tensor-parallel group (Shoeybi et al. 2019)."""
-        return ring_bytes(self._element * self._tokens * self.share.width, self.tensor_parallel)
+        return ring_bytes(self._element * self._tokens * self.share.width, self.degree)

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from msgspec import structs
-
 from sp_bench.errors import RequestError
 from sp_bench.plan.mask import Mask
 from sp_bench.plan.problem import Problem
-from sp_bench.reading import Count, Natural, Positive, Section
+from sp_bench.reading import Count, Natural, Positive, Section, read
 
 SMALL_TEXT = 24
 """Most text tokens of the correctness gate."""
@@ -216,7 +214,7 @@ class Model(Section, frozen=True, kw_only=True):
         for name, size in (("ffn", self.ffn), ("vocab", self.vocab)):
             if size % degree:
                 raise RequestError(f"{key}={degree}", f"must divide {name}={size}", "1 would work")
-        return structs.replace(self, ffn=self.ffn // degree, vocab=self.vocab // degree)
+        return self.replace(ffn=self.ffn // degree, vocab=self.vocab // degree)
 
     def small(self) -> Model:
         """The model of the correctness gate: as this one, but narrow and of two layers, of both kinds if it has two."""
@@ -225,7 +223,18 @@ class Model(Section, frozen=True, kw_only=True):
         every = 2 if self.full_every else None
         sizes |= {"layers": min(self.layers, 2), "text_tokens": min(self.text_tokens, SMALL_TEXT)}
         own |= {"q_latent": min(self.q_latent, 64)} if self.q_latent else {}
-        return structs.replace(self, full_every=every, **sizes, **own)
+        return self.replace(full_every=every, **sizes, **own)
+
+
+def decoder_of(config: Mapping[str, Any], what: str) -> Model | None:
+    """The decoder of a config; None for no model. Raises RequestError for another kind, as `what` is a decoder's."""
+    if config["model"]["name"] == NONE:
+        return None
+    model = read(Model, config["model"], "model")
+    if model.kind != "decoder":
+        rule = f"is a {model.kind}, and {what} a decoder"
+        raise RequestError(f"model={model.name}", rule, "model=llama3_8b would work")
+    return model
 
 
 WHOLE = ("q_down", "kv_down")

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from msgspec import structs
 
 from sp_bench import account
 from sp_bench.cluster.device import DeviceCosts
@@ -28,7 +27,7 @@ from sp_bench.reading import Count, Natural, Section, Tokens, read
 from sp_bench.records.quantities import Prompt, TrainingStep
 from sp_bench.workload.base import SINKS, RankContext, Spec, Step, Workload
 from sp_bench.workload.gate import GateErrors
-from sp_bench.workload.model import NONE, WHOLE, Model, mask_of_full_layers, refuse_keys
+from sp_bench.workload.model import WHOLE, Model, decoder_of, mask_of_full_layers, refuse_keys
 from sp_bench.workload.prefill_costs import PrefillCosts, layer_cache_bytes
 from sp_bench.workload.training import refuse_training
 
@@ -74,23 +73,16 @@ class Prefill(Workload):
         asked, limited = _chunking(config), config["mask"] in LIMITED
         sinks = read(bool, config.get(SINKS, False), SINKS)
         refuse_training(config, f"workload={cls.name}")
-        if config["model"]["name"] == NONE:
-            if asked.tensor_parallel > 1:
-                rule = "splits the matrices of a model, and there is none"
-                raise RequestError(
-                    f"{cls.degree_key}={asked.tensor_parallel}", rule, "1, or model=llama3_8b, would work"
-                )
-            return cls(phases=phases, chunking=asked, limited=limited, sinks=sinks)
-        model = structs.replace(read(Model, config["model"], "model"), sinks=sinks)
-        if model.kind != "decoder":
-            rule = f"is a {model.kind}, and a first token is that of a decoder"
-            raise RequestError(f"model={model.name}", rule, "model=llama3_8b would work")
-        model.part(asked.tensor_parallel, cls.degree_key)
+        if model := decoder_of(config, "a first token is that of"):
+            model = model.replace(sinks=sinks)
+            model.part(asked.tensor_parallel, cls.degree_key)
+        elif asked.tensor_parallel > 1:
+            rule = "splits the matrices of a model, and there is none"
+            raise RequestError(f"{cls.degree_key}={asked.tensor_parallel}", rule, "1, or model=llama3_8b, would work")
         return cls(phases=phases, chunking=asked, model=model, limited=limited, sinks=sinks)
 
     @classmethod
     def filled(cls, config: Mapping[str, Any], *, here: bool) -> dict[str, Any]:
-        """The only phase that there is, where a config has null."""
         return {"phase": "forward"} if config["phase"] is None else {}
 
     @classmethod
@@ -108,7 +100,6 @@ class Prefill(Workload):
 
     @classmethod
     def tensor_parallel(cls, config: Mapping[str, Any]) -> int:
-        """The degree that prefill.tensor_parallel asks for."""
         return _chunking(config).tensor_parallel
 
     @property
@@ -118,7 +109,6 @@ class Prefill(Workload):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A remark on parts that the model leaves out."""
         return self.model.notes if self.model else ()
 
     @property
@@ -140,7 +130,6 @@ class Prefill(Workload):
 
     @classmethod
     def refuse_method(cls, method: Method | Peer) -> None:
-        """Raise RequestError for a peer."""
         if isinstance(method, Peer):
             rule = "workload=prefill runs the suite's own methods, whose queries may be fewer than keys"
             raise RequestError(f"method=peer impl={method.impl}", rule, "method=ring would work")
@@ -208,7 +197,6 @@ class Prefill(Workload):
 
     @classmethod
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
-        """The forward, which is all that is timed."""
         return phases
 
     def times_executed(self, phase: str, attention: int = 0) -> Mapping[str, int]:
@@ -224,7 +212,6 @@ class Prefill(Workload):
         )
 
     def described(self, problem: Problem) -> TrainingStep:
-        """The model, as far as there is one."""
         if not self.model:
             return TrainingStep()
         parameters = self.model.parameters(problem, self.degree)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from sp_bench.workload.layer_costs import LayerCosts
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardCosts(LayerCosts):
+class ForwardCosts(LayerCosts, ABC):
     """A forward without a backward on one GPU of the rank that owns the most of its tokens."""
 
     note: ClassVar[str]
@@ -21,14 +21,6 @@ class ForwardCosts(LayerCosts):
     """The parts of its peak of memory, in words."""
     would_fit: ClassVar[str]
     """Remedies for a device with too little memory, in words."""
-
-    degree: int = 1
-    """The degree of tensor parallelism."""
-
-    @property
-    def tensor_parallel(self) -> int:
-        """How many GPUs share the tokens of a rank, with a part of the heads and matrices each."""
-        return self.degree
 
     @abstractmethod
     def embedding_s(self) -> float:

@@ -9,7 +9,6 @@ The correctness gate computes some chunks over a cache that grows, against fp64.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -26,7 +25,7 @@ from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.latents import Latents
-from sp_bench.workload.attention_step import GATE_TOKENS, make_engines, marks_parts, parts_of, random_tensor, sinks_of
+from sp_bench.workload.attention_step import GATE_TOKENS, make_engines, marks_parts, random_tensor, sinks_of, summed
 from sp_bench.workload.base import PlannedAttention, RankContext, Spec, Step
 from sp_bench.workload.exact_rows import SunkRows, errors_of_rows
 from sp_bench.workload.gate import GateErrors, worst_of
@@ -120,7 +119,6 @@ class PrefillStep(Step):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on its kernels and cache for a reader of its times."""
         return (*super().notes, *([COPIED] if self._spec.problem.batch > 1 else []))
 
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
@@ -142,20 +140,15 @@ class PrefillStep(Step):
 
         On a GPU that doesn't mark parts, of those only the caller's.
         """
-        seconds: Counter[str] = Counter()
-        for engine in self._engines:
-            seconds.update(parts_of(engine.spent(phase)))
-        marked = marks_parts(self._spec) or self._context.device.type == "cpu"
-        known = dict(seconds) if marked else {"caller": seconds["caller"]}
+        seconds = summed(engine.spent(phase) for engine in self._engines)
+        known = seconds if marks_parts(self._spec, self._context.device) else {"caller": seconds["caller"]}
         pairs = enumerate(zip(self._marks, self._marks[1:], strict=False))
         return known | {chunk_part(index): self._clock.seconds(*pair) for index, pair in pairs}
 
     def finite(self) -> bool:
-        """Whether the last outputs are finite."""
         return all(bool(out.isfinite().all()) for out in self._out if out is not None)
 
     def keep(self) -> None:
-        """Keep sampled rows of the last outputs of some chunks."""
         for index in watched(len(self._engines)):
             out = self._out[index]
             if out is None:
@@ -176,7 +169,6 @@ class PrefillStep(Step):
         return worst_of(by_chunk, self._spec.problem.dtype, tokens) if by_chunk else GateErrors()
 
     def close(self) -> None:
-        """Release the engines' threads and streams."""
         for engine in self._engines:
             engine.close()
 

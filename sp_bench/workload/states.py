@@ -2,61 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from sp_bench.workload.collectives import Collectives
 
 BUCKET_BYTES = 64 * 2**20
 """Gradients are summed in messages of at most so many bytes."""
 
 
-class States(Protocol):
-    """The parameters of a model and their gradients, as a rank holds them."""
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters that the optimizer steps, in the network's order."""
-        ...
-
-    @property
-    def loss(self) -> Tensor:
-        """The loss, a scalar that is this rank's part until `synchronize`. Assign to it in place."""
-        ...
-
-    @property
-    def collectives(self) -> Collectives | None:
-        """The collectives that gather parameters and reduce gradients within the phases; None if there are none."""
-        ...
-
-    def local(self, x: Tensor) -> Tensor:
-        """This rank's part of a parameter, or of something of its shape."""
-        ...
-
-    def forget(self) -> None:
-        """Begin new gradients."""
-
-    def synchronize(self) -> None:
-        """Sum what is not summed yet over the ranks. All ranks must call it."""
-
-    def clip(self, most: float) -> None:
-        """Scale the gradients so that their norm, which is that of the whole model, is at most `most`."""
-
-    def gradients(self) -> list[Tensor]:
-        """The whole gradient of each parameter, once it is summed. All ranks must call it."""
-        ...
-
-    def bytes_held(self) -> dict[str, int]:
-        """Bytes of parameters and gradients, and of parameters gathered at one time."""
-        ...
-
-
 class Replicated:
-    """All parameters on every rank. Gradients are views of one buffer whose last element is the loss."""
+    """All parameters on every rank. Gradients are views of one buffer whose last element is the loss: this rank's part
+    until `synchronize`, which all ranks must call. Sharded (sharded.py) has the same attributes and methods.
+    """
 
     def __init__(self, network: nn.Module, group: dist.ProcessGroup | None) -> None:
         """Make gradients for the parameters. `group` has the ranks that share the sequence; None for one rank."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
-from msgspec import structs
-
 from sp_bench import account
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import RequestError
@@ -27,7 +25,7 @@ from sp_bench.workload.base import SINKS, RankContext, Spec, Step, Workload
 from sp_bench.workload.costs import TrainingCosts
 from sp_bench.workload.gate import GateErrors
 from sp_bench.workload.model import NONE, Model, mask_of_full_layers, refuse_keys
-from sp_bench.workload.training import MOMENTS, UPDATE, Training
+from sp_bench.workload.training import FLOAT8, MOMENTS, UPDATE, Training
 
 DENSE_BACKWARD = 2.0
 """FLOPs of the backward of a matrix product over those of its forward."""
@@ -50,8 +48,8 @@ class Train(Workload):
     training: Training
     sharded: bool = False
     """Whether parameters, gradients and moments are split over all ranks (`on`)."""
-    in_turn: int = 1
-    """How often a rank computes forward and backward in a step (`on`)."""
+    turns: int = 1
+    """How often a rank computes forward and backward in a step, each time on other sequences (`on`)."""
 
     @classmethod
     def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Self:
@@ -60,7 +58,7 @@ class Train(Workload):
             example = "tiny" if cls.kind == "decoder" else "tiny_dit"
             raise RequestError(f"workload={cls.name}", "needs a model", f"model={example} would work")
         model, asked = read(Model, config["model"], "model"), read(Training, config["train"], "train")
-        model = structs.replace(model, sinks=read(bool, config.get(SINKS, False), SINKS))
+        model = model.replace(sinks=read(bool, config.get(SINKS, False), SINKS))
         if model.kind != cls.kind:
             other = "train" if model.kind == "decoder" else "dit"
             rule = f"is a {model.kind}, and workload={cls.name} trains a {cls.kind}"
@@ -96,7 +94,7 @@ class Train(Workload):
         ):
             if mode != "simulate" and simulated:
                 raise RequestError(f"train.{value}", f"is simulated only: {rule}", "mode=simulate would work")
-        turn = self._turn_tokens(problem)
+        turn = super().tokens(problem)
         if (asked.batch_tokens or turn) % turn:
             rule = f"must be a multiple of {turn}, batch x seqlen x train.data_parallel"
             raise RequestError(f"train.batch_tokens={asked.batch_tokens}", rule, f"{turn} would work")
@@ -105,7 +103,6 @@ class Train(Workload):
             raise RequestError("mode=alone", rule, "mode=measure would work")
 
     def refuse_device(self, kind: str) -> None:
-        """Raise RequestError for what ranks on this kind of device can't do."""
         if self.training.offload and kind == "cpu":
             rule = "ranks on CPUs keep activations in the host's memory anyway"
             raise RequestError("train.offload=true", rule, "train.offload=false would work")
@@ -115,37 +112,28 @@ class Train(Workload):
         asked, memory_bytes = self.training.parameters, device.memory_bytes
         states = (2 + MOMENTS) * DTYPE_BYTES[problem.accumulate_dtype] * self.share.parameters(problem)
         sharded = asked == "sharded" or (asked == "auto" and memory_bytes is not None and memory_bytes < states)
-        turns = (self.training.batch_tokens or self._turn_tokens(problem)) // self._turn_tokens(problem)
-        return replace(self, sharded=sharded and problem.n * self.groups > 1, in_turn=turns)
+        turn = super().tokens(problem)
+        turns = (self.training.batch_tokens or turn) // turn
+        return replace(self, sharded=sharded and problem.n * self.groups > 1, turns=turns)
 
-    def _turn_tokens(self, problem: Problem) -> int:
-        """Tokens that all groups compute at one time."""
-        return self.groups * problem.batch * problem.seqlen
+    def tokens(self, problem: Problem) -> int:
+        return self.turns * super().tokens(problem)
 
     @classmethod
     def tensor_parallel(cls, config: Mapping[str, Any]) -> int:
-        """The degree that train.tensor_parallel asks for."""
         return read(Training, config["train"], "train").tensor_parallel
 
     @classmethod
     def data_parallel(cls, config: Mapping[str, Any]) -> int:
-        """The number of groups that train.data_parallel asks for."""
         return read(Training, config["train"], "train").data_parallel
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A remark on parts that the model leaves out."""
         return self.model.notes
 
     @property
     def groups(self) -> int:
-        """The number of data-parallel groups."""
         return self.training.data_parallel
-
-    @property
-    def turns(self) -> int:
-        """How often a rank computes forward and backward in a step."""
-        return self.in_turn
 
     @cached_property
     def share(self) -> Model:
@@ -193,7 +181,6 @@ class Train(Workload):
         return {key: size * (1 if phase == UPDATE else self.turns) for key, size in sent.items()}
 
     def described(self, problem: Problem) -> TrainingStep:
-        """The model, and what is recomputed and split."""
         degree = self.training.tensor_parallel
         return TrainingStep(
             model=self.model.name,
@@ -218,10 +205,11 @@ class Train(Workload):
             problem=problem,
             device=device,
             crowding=crowding,
+            degree=self.training.tensor_parallel,
+            narrow=self.training.linears == FLOAT8,
         )
 
     def held_bytes(self, device: DeviceCosts, problem: Problem) -> Mapping[str, int]:
-        """Bytes of parameters, gradients, optimizer, activations and the loss."""
         return self.costs(problem, device).held_bytes()
 
     def flops(self, phase: str, problem: Problem) -> float:

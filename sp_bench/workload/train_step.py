@@ -18,20 +18,20 @@ from sp_bench.run.engine import Engine, Saved
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.latents import Latents
-from sp_bench.workload.attention_step import make_engines, parts_of
+from sp_bench.workload.attention_step import make_engines, summed
 from sp_bench.workload.base import RankContext, Spec, Step
 from sp_bench.workload.collectives import Call
 from sp_bench.workload.exact_rows import SunkRows, errors_of_rows
 from sp_bench.workload.exactness import NAMES
 from sp_bench.workload.gate import GateErrors
 from sp_bench.workload.sampled_rows import sampled
-from sp_bench.workload.states import States
+from sp_bench.workload.states import Replicated
 from sp_bench.workload.trainer import Batch, Trainer, group_on
 from sp_bench.workload.training import UPDATE
 
 if TYPE_CHECKING:
+    from sp_bench.workload.sharded import Sharded
     from sp_bench.workload.train import Train
-
 
 HOST = "host"
 """The kind of memory that is the host's."""
@@ -119,8 +119,6 @@ class TrainStep(Step):
         self._attentions = [MarkedEngine(engine, self._clock) for engine in engines]
         self._sent: Counter[tuple[str, ...]] = Counter()
         self._marks: dict[str, list[tuple[Any, Any]]] = {}
-        self._found: dict[str, dict[str, float]] = {}
-        self._pending: Callable[[], dict[str, float]] | None = None
         self._number = 0
         self._loss: Tensor | None = None
         self._arbitrary_tensors: tuple[tuple[Tensor, ...], list[Saved]] | None = None
@@ -134,7 +132,6 @@ class TrainStep(Step):
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The loss of each step so far."""
         return tuple(self._losses)
 
     @property
@@ -144,7 +141,6 @@ class TrainStep(Step):
         return super().sent_bytes + self._sent + sharded
 
     def untimed(self) -> None:
-        """Make the next batch."""
         self._batch: Batch = self._trainer.batch(self._number)
 
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
@@ -169,7 +165,6 @@ class TrainStep(Step):
             # On a GPU they run beside the rest, on streams of their own: what they cost isn't known.
             if self._trainer.device.type == "cpu":
                 self._marks.setdefault("gradient_sync", []).extend(self._collectives.marks)
-        self._pending = self._reading(phase)
         if live:
             peaks = (attention.live.peak for attention in self._attentions if attention.live)
             self._attention_bytes = max(self._attention_bytes, *peaks)
@@ -177,7 +172,13 @@ class TrainStep(Step):
 
     def parts(self, phase: str) -> Mapping[str, float]:
         """Seconds of the last phase by part: the attention's own, and attention, loss, gradient_sync, optimizer."""
-        return self._pending() if self._pending else {}
+        marks = dict(self._marks)
+        if phase in PHASES:
+            marks["attention"] = [pair for each in self._attentions for pair in each.marks]
+            if len(self._attentions) > 1:
+                marks["full_attention"] = self._attentions[0].marks
+        seconds = {name: sum(self._clock.seconds(*pair) for pair in pairs) for name, pairs in marks.items()}
+        return seconds | summed(reading() for each in self._attentions for reading in each.readings)
 
     def memory(self) -> Mapping[str, int]:
         """Bytes by kind; activations and the attention's own are those of the execution that was measured."""
@@ -208,7 +209,6 @@ class TrainStep(Step):
         return errors_of_rows(problem, context, (q, k, v, dout), rows, sample, sunk, latents=watched.latents)
 
     def close(self) -> None:
-        """Release the engine's threads and streams."""
         for attention in self._attentions:
             attention.engine.close()
 
@@ -276,30 +276,11 @@ class TrainStep(Step):
             self._arbitrary_tensors = tensors, [each.engine.forward(q, k, v)[1] for each in self._attentions]
         return self._arbitrary_tensors
 
-    def _reading(self, phase: str) -> Callable[[], dict[str, float]]:
-        """A function that tells the times of the phase that has just been queued."""
-        marks = dict(self._marks)
-        if phase in PHASES:
-            marks["attention"] = [pair for each in self._attentions for pair in each.marks]
-            if len(self._attentions) > 1:
-                marks["full_attention"] = self._attentions[0].marks
-        readings = [reading for each in self._attentions for reading in each.readings]
-        seconds = self._clock.seconds
-
-        def read() -> dict[str, float]:
-            read_s = {name: sum(seconds(*pair) for pair in pairs) for name, pairs in marks.items()}
-            for reading in readings:
-                for name, spent in parts_of(reading()).items():
-                    read_s[name] = read_s.get(name, 0.0) + spent
-            return read_s
-
-        return read
-
 
 class _Kept:
     """Counts the bytes that autograd keeps for the backward, parameters aside; tensors of one storage count once."""
 
-    def __init__(self, network: torch.nn.Module, states: States) -> None:
+    def __init__(self, network: torch.nn.Module, states: Replicated | Sharded) -> None:
         self._network, self._states, self._storages = network, states, dict[int, int]()
 
     @property

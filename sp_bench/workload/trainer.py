@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,13 @@ from sp_bench.run.sharding import positions
 from sp_bench.workload.losses import IGNORED, cross_entropy, next_tokens, squared_error
 from sp_bench.workload.model import Model
 from sp_bench.workload.offload import Offload
-from sp_bench.workload.states import Replicated, States
+from sp_bench.workload.states import Replicated
 from sp_bench.workload.tasks import noisy, tokens
 from sp_bench.workload.training import Training
 from sp_bench.workload.transformer import Transformer
+
+if TYPE_CHECKING:
+    from sp_bench.workload.sharded import Sharded
 
 BETAS, EPSILON, WEIGHT_DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
 
@@ -62,7 +65,7 @@ class Trainer:
         if sharded and group is not None:
             from sp_bench.workload.sharded import Sharded  # FSDP takes a second to import
 
-            self.states: States = Sharded(self.network, group, device, clock_of(device))
+            self.states: Replicated | Sharded = Sharded(self.network, group, device, clock_of(device))
         else:
             self.states = Replicated(self.network.to(device), group)
         self.optimizer = torch.optim.AdamW(
