@@ -29,8 +29,7 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Q
 from sp_bench.point import resolve
 from sp_bench.point.backing import validated
-from sp_bench.point.choose import Choice, choose
-from sp_bench.point.memory_front import memory_front
+from sp_bench.point.choose import Choice, choose, simulated, variants
 from sp_bench.point.request import Request
 from sp_bench.reading import Count, Tokens, read
 from sp_bench.records.interval import Interval
@@ -139,6 +138,33 @@ def _bounds(plan: Plan, problem: Problem, unit: int) -> str:
     any_split = account.least_bytes(problem, plan.phase)
     said = f"with this split of heads no method sends less than {least:.4g}"
     return said if any_split is None else f"{said}, with any split {any_split / unit:.4g}"
+
+
+class Traded(NamedTuple):
+    """A variant of a method on the front of memory against time."""
+
+    variant: str
+    layout: str
+    peak_bytes: int
+    interval: Interval
+    """The simulated step and its interval, in ms."""
+
+
+def memory_front(request: Request) -> list[Traded]:
+    """The variants that no other one beats in both peak memory and simulated time, the leanest first.
+
+    They are those that the request's options stand for, and the method's `leaner` ones.
+    """
+    by_peak: list[tuple[int, Choice]] = []
+    for one in variants(request, (request.ours, *request.ours.leaner())):
+        choice = simulated(one, request.cluster.even)
+        by_peak.append((account.peak_bytes(choice.plans.values(), choice.problem, request.cluster.transport), choice))
+    front: list[Traded] = []
+    for peak, one in sorted(by_peak, key=lambda each: (each[0], each[1].total_s)):
+        if not front or one.total_s * 1e3 < front[-1].interval.step_ms:
+            ends = validated(request, one).around(one.total_s * 1e3)
+            front.append(Traded(one.variant, one.problem.layout.name, peak, ends))
+    return front
 
 
 def _front(request: Request) -> list[str]:

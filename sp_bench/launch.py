@@ -6,12 +6,11 @@ import os
 import platform
 import re
 import socket
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sp_bench.errors import RequestError
-from sp_bench.machine import cores_here
+from sp_bench.machine import cores_here, output_of
 
 
 class RankCountError(RequestError):
@@ -120,15 +119,11 @@ def _address(node: str) -> str:
     """The node's name if it resolves, otherwise the address that SLURM has for it."""
     try:
         socket.getaddrinfo(node, None)
-        return node
     except OSError:
-        command = ["scontrol", "show", "node", node, "--oneliner"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return node
-    match = re.search(r"\bNodeAddr=(\S+)", output)
-    return match[1] if match else node
+        shown = output_of("scontrol", "show", "node", node, "--oneliner")
+        match = re.search(r"\bNodeAddr=(\S+)", shown or "")
+        return match[1] if match else node
+    return node
 
 
 def host_name() -> str:

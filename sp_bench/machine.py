@@ -51,14 +51,19 @@ def gpus_here(environment: Mapping[str, str] = os.environ, devices: Path = Path(
     return gpus if visible is None else min(gpus, len([name for name in visible.split(",") if name.strip()]))
 
 
+def output_of(*command: str, environment: Mapping[str, str] | None = None) -> str | None:
+    """What a command prints; None if it isn't here, fails, or takes more than a minute."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
 def gpus_and_driver() -> list[str]:
     """The model and driver version of each NVIDIA GPU; empty if nvidia-smi fails."""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    shown = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    return (shown or "").splitlines()
 
 
 def torch_has_cuda() -> bool:

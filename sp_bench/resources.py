@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ def yaml_of(path: Path) -> Any:
     return yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
+@cache
+def point_keys() -> Mapping[str, Any]:
+    """The keys of every point with their defaults: conf/config.yaml."""
+    return yaml_of(CONF / "config.yaml")
+
+
 def conf_content(path: Path, files: Mapping[str, Path]) -> dict[str, Any]:
     """The content of a file of a group, merged into that of the `files` that its defaults name."""
     own = yaml_of(path)
@@ -61,7 +68,7 @@ def suite_config(chosen: Mapping[str, str]) -> dict[str, Any] | None:
     The suite's own files take little of what Hydra offers: a group's content stands under its name, but for that of the
     package `_global_`, and a file's defaults are others of its group. Hydra takes half a second for them.
     """
-    own = yaml_of(CONF / "config.yaml")
+    own = dict(point_keys())
     defaults = own.pop("defaults")
     if set(chosen) - {group for each in defaults if each != "_self_" for group in each}:
         return None

@@ -37,12 +37,7 @@ class Change:
 
 
 def changes(
-    overrides: Sequence[str],
-    now: Answer,
-    *,
-    memory_bytes: float | None,
-    mapped: Map = map,
-    done: Show = unseen,
+    overrides: Sequence[str], now: Answer, *, memory_bytes: float | None, mapped: Map = map, done: Show = unseen
 ) -> list[Change]:
     """The answers to the varied questions, among the methods that are fast today."""
     names = [each.method.name for each in now.feasible[: max(TRIED, len(now.tied))]]

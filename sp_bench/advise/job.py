@@ -210,12 +210,7 @@ def splits(config: Mapping[str, Any]) -> list[Split]:
 
 
 def _try(
-    found: Answer,
-    composer: Composer,
-    overrides: Sequence[str],
-    cases: Sequence[Case],
-    mapped: Map,
-    done: Show,
+    found: Answer, composer: Composer, overrides: Sequence[str], cases: Sequence[Case], mapped: Map, done: Show
 ) -> None:
     """Simulate cases; keep those that fit, and of the others why they can't be."""
     configs = (_config(composer, overrides, case) for case in cases)

@@ -171,12 +171,7 @@ def drawn_packs(config: Mapping[str, Any], count: int) -> Packs:
 
 
 def answer_for_packs(
-    question: Question,
-    packs: Packs,
-    *,
-    memory_bytes: float | None = None,
-    mapped: Map = map,
-    done: Show = unseen,
+    question: Question, packs: Packs, *, memory_bytes: float | None = None, mapped: Map = map, done: Show = unseen
 ) -> PacksAnswer:
     """Every method on every pack. A method that needs more than `memory_bytes` on any of them is refused.
 
@@ -247,7 +242,7 @@ def _on_a_pack(task: tuple[Feasible, int]) -> OnAPack | RequestError:
     asked = {"seed": seed, "mode": "simulate", "workload": "attention", "trace": 0}
     try:
         request = resolve({**config, **asked})
-        method = replace(feasible.method, layout=request.method.layout)  # pyright: ignore[reportAttributeAccessIssue]
+        method = replace(feasible.method, layout=request.ours.layout)
         choice = choose(replace(request, method=method))
     except RequestError as error:
         return error

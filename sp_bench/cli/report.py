@@ -13,15 +13,7 @@ from rich.text import Text
 
 from sp_bench import draw
 from sp_bench.cli.columns import ONE, SEVERAL, print_columns, table_of, width_of
-from sp_bench.cli.rows import (
-    ALONE_ONLY,
-    FIGURE_COLUMNS,
-    NOT_ALONE,
-    NOTHING,
-    POINT_COLUMNS,
-    ROWS,
-    WHERE_THERE_IS_ROOM,
-)
+from sp_bench.cli.rows import ALONE_ONLY, FIGURE_COLUMNS, NOT_ALONE, NOTHING, POINT_COLUMNS, ROWS, WHERE_THERE_IS_ROOM
 from sp_bench.cli.words import against, number, speed_up, step, title, tokens
 from sp_bench.point import Outcome
 from sp_bench.records import Record

@@ -88,14 +88,6 @@ def _expected(record: Record) -> str:
     return f"{amount(record.comm_bytes_expected)} {equal}"
 
 
-def _over_bound(record: Record) -> str:
-    return _share_of_sent(record, record.comm_bytes_lower_bound)
-
-
-def _over_least(record: Record) -> str:
-    return _share_of_sent(record, record.comm_bytes_least)
-
-
 def _share_of_sent(record: Record, bound: float | None) -> str:
     if bound is None or record.comm_bytes_per_gpu is None:
         return "-"
@@ -132,11 +124,6 @@ def busy_cores(record: Record) -> str:
     if blocks_ms is not None and transfers_ms is not None:
         alone = f" (for blocks alone {blocks_ms / window_ms:.2f}, for transfers alone {transfers_ms / window_ms:.2f})"
     return f"{cores_ms / window_ms:.2f}{alone}"
-
-
-def _held(record: Record, kind: str) -> str:
-    """The memory of a training step that is of one kind."""
-    return amount(getattr(record, f"{kind}_bytes") or None)
 
 
 def _imbalance(record: Record) -> str:
@@ -214,14 +201,14 @@ ROWS = (
     Row("loss, first and last step", lambda r: f"{r.losses[0]:.6g}, {r.losses[-1]:.6g}" if r.losses else "-"),
     Row("exposed communication", lambda r: share(r.exposed_comm_ms, r), always=True),
     Row("sent by each GPU", lambda r: amount(r.comm_bytes_per_gpu), always=True),
-    Row("  lower bound", _over_bound, always=True),
-    Row("    with any split of heads", _over_least),
+    Row("  lower bound", lambda r: _share_of_sent(r, r.comm_bytes_lower_bound), always=True),
+    Row("    with any split of heads", lambda r: _share_of_sent(r, r.comm_bytes_least)),
     Row("  of it lse", lambda r: amount(r.comm_bytes_statistics)),
     Row("  closed form", _expected),
     Row("  by the links' counters", lambda r: amount(r.interface_bytes_per_gpu)),
     Row("peak memory", lambda r: amount(r.peak_mem_bytes_max), always=True),
     Row("  from the plans", lambda r: "-" if r.model else amount(r.peak_mem_bytes_expected)),
-    *(Row(f"  {kind}", partial(_held, kind=kind)) for kind in KINDS),
+    *(Row(f"  {kind}", lambda r, kind=kind: amount(getattr(r, f"{kind}_bytes") or None)) for kind in KINDS),
     Row("  in the host's memory", lambda r: amount(r.host_bytes or None)),
     Row("  growth of resident memory", lambda r: amount(r.peak_rss_growth_bytes_max)),
 )

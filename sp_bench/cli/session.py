@@ -132,12 +132,7 @@ def _say_mode(console: Console, requests: Sequence[Request]) -> None:
 
 
 def _run(
-    console: Console,
-    requests: Sequence[Request | Record],
-    folder: Path,
-    logger: Logger,
-    *,
-    reuse: bool,
+    console: Console, requests: Sequence[Request | Record], folder: Path, logger: Logger, *, reuse: bool
 ) -> list[Outcome]:
     def log(outcome: Outcome) -> None:
         if not outcome.reused:

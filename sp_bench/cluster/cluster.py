@@ -187,7 +187,7 @@ class Cluster:
     @property
     def even(self) -> Cluster:
         """This cluster without noise, and with cores and links that are shared evenly."""
-        return replace(self, hosts=self.hosts and self.hosts.even, stragglers=replace(self.stragglers, jitter=0.0))
+        return replace(self, hosts=self.hosts and self.hosts.even, stragglers=self.stragglers.replace(jitter=0.0))
 
     def least_compute_s(self, work_s: np.ndarray) -> float:
         """A lower bound on the seconds that ranks compute, from each rank's seconds alone on a core or device, (n,)."""

@@ -140,11 +140,8 @@ def _placed(group: Group, network: Network) -> _Placed:
         _, starts = np.unique(network.node_of(members), return_index=True)
         parts = np.split(members, starts[1:])
         for part, next_part in zip(parts, [*parts[1:], parts[0]], strict=True):
-            on_node[part], nodes[part], beyond[part] = (
-                part.size,
-                len(parts),
-                next_part[np.arange(part.size) % next_part.size],
-            )
+            on_node[part], nodes[part] = part.size, len(parts)
+            beyond[part] = next_part[np.arange(part.size) % next_part.size]
             beside += [ranks.copy() for _ in range(part.size - 1 - len(beside))]
             for places, other in enumerate(beside[: part.size - 1], 1):
                 other[part] = np.roll(part, -places)

@@ -25,6 +25,12 @@ from sp_bench.plan.region_table import Sizes, rows_seen, table_of
 from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.reading import read
 
+AS_GIVEN = (
+    *("name", "peak_tflops", "memory_bytes", "memory_bytes_per_s", "launch_s", "transfer_slowdown", "caches"),
+    "host_bytes_per_s",
+)
+AS_MEMORY = ("fold_bytes_per_s", "sum_bytes_per_s", "repeat_bytes_per_s", "elementwise_bytes_per_s")
+"""Fields that are keys of a section `device`; rates that are its memory's where it doesn't say them."""
 FORMS = ("PCIe", "NVL")
 """Forms of one GPU model, with different clocks and peaks."""
 
@@ -64,22 +70,13 @@ class DeviceCosts(MemoryCosts):
     def of(cls, section: DeviceSection) -> Self:
         """The costs of a section `device`."""
         tables = [KernelTable.build(name, rates, section.sms) for name, rates in section.rates.items()]
+        same: dict[str, Any] = {key: getattr(section, key) for key in AS_GIVEN}
+        same |= {key: getattr(section, key) or section.memory_bytes_per_s for key in AS_MEMORY}
         return cls(
-            name=section.name,
             tables=tuple(sorted(tables, key=lambda table: table.kernel != section.kernel)),
-            peak_tflops=section.peak_tflops,
             matmul_tflops=section.matmul_tflops or {},
-            memory_bytes=section.memory_bytes,
-            memory_bytes_per_s=section.memory_bytes_per_s,
-            fold_bytes_per_s=section.fold_bytes_per_s or section.memory_bytes_per_s,
-            sum_bytes_per_s=section.sum_bytes_per_s or section.memory_bytes_per_s,
-            repeat_bytes_per_s=section.repeat_bytes_per_s or section.memory_bytes_per_s,
-            launch_s=section.launch_s,
-            elementwise_bytes_per_s=section.elementwise_bytes_per_s or section.memory_bytes_per_s,
             layer_launch_s=section.launch_s if section.layer_launch_s is None else section.layer_launch_s,
-            transfer_slowdown=section.transfer_slowdown,
-            caches=section.caches,
-            host_bytes_per_s=section.host_bytes_per_s,
+            **same,
         )
 
     def with_kernel(self, kernel: str) -> Self:
@@ -276,7 +273,7 @@ class DeviceCosts(MemoryCosts):
         """
         return flops_per_pair(phase, problem.head_dim, self._table(problem).v_head_dim or problem.head_dim)
 
-    def _table(self, problem: Problem) -> KernelTable | Padded:
+    def _table(self, problem: Problem) -> KernelTable:
         fitting = [table for table in self.tables if table.fits(problem)]
         if not fitting and (of_padded := padded(self.tables, problem)):
             return of_padded
@@ -360,7 +357,7 @@ class DeviceCosts(MemoryCosts):
         return (tokens > 0) * (launches * self.launch_s + moved / self.memory_bytes_per_s + flops / (1e12 * tflops))
 
 
-def _named(table: KernelTable | Padded) -> str:
+def _named(table: KernelTable) -> str:
     return f"{table.figures} ({table.kernel})"
 
 

@@ -6,8 +6,8 @@ and above that have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -28,48 +28,19 @@ round_up_headdim in hopper/flash_api.cpp of the flash-attention repository, hdim
 128 lanes of a TPU's matrix unit. A kernel that is not listed isn't known to pad."""
 
 
-@dataclass(frozen=True, eq=False)
-class Padded:
-    """The rates of a kernel for heads that it pads."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Padded(KernelTable):
+    """The rates of a kernel for heads that it pads, values too. All else is as of the first of its figures."""
 
-    head_dim: int
-    """The problem's own size of heads."""
     computed: int
     """The size of heads that the kernel computes on."""
     tables: tuple[KernelTable, ...]
     """The kernel's figures for `computed`, or for the sizes next below and above it."""
-    figures: str = "assumed"
-    v_head_dim: None = None
-    """Values are padded too."""
-
-    @property
-    def kernel(self) -> str:
-        """The kernel's name."""
-        return self.tables[0].kernel
-
-    @property
-    def smallest(self) -> int:
-        """The smallest block, in tokens, that all figures cover."""
-        return max(table.smallest for table in self.tables)
-
-    @property
-    def variable(self) -> Mapping[str, float]:
-        """As of the kernel's first figures (KernelTable.variable)."""
-        return self.tables[0].variable
-
-    @property
-    def variable_least_s(self) -> Mapping[str, float]:
-        """As of the kernel's first figures (KernelTable.variable_least_s)."""
-        return self.tables[0].variable_least_s
-
-    def idle_blocks_s(self, phase: str, pieces, tokens, longest, batch_heads):
-        """As of the kernel's first figures (KernelTable.idle_blocks_s)."""
-        return self.tables[0].idle_blocks_s(phase, pieces, tokens, longest, batch_heads)
 
     def flops_per_s(
         self, phase: str, mask: str, q_tokens: int, kv_tokens: int, *, batch_heads: int, dtype: str
     ) -> float:
-        """FLOP/s of a block (KernelTable.flops_per_s), counted without the padding."""
+        """FLOP/s of a block, counted without the padding."""
         rates = [
             table.flops_per_s(phase, mask, q_tokens, kv_tokens, batch_heads=batch_heads, dtype=dtype)
             for table in self.tables
@@ -77,7 +48,7 @@ class Padded:
         return self._padded(rates)
 
     def flops_per_s_of(self, phase: str, mask: str, q_tokens, kv_tokens, *, batch_heads, dtype: str) -> np.ndarray:
-        """FLOP/s of many blocks (KernelTable.flops_per_s_of), counted without the padding."""
+        """FLOP/s of many blocks, counted without the padding."""
         return self._padded(
             [
                 table.flops_per_s_of(phase, mask, q_tokens, kv_tokens, batch_heads=batch_heads, dtype=dtype)
@@ -108,7 +79,10 @@ def padded(tables: Iterable[KernelTable], problem: Problem) -> Padded | None:
         own = sorted((table for table in usable if table.kernel == kernel), key=lambda table: table.head_dim)
         computed = next((size for size in BUILT[kernel] if size >= problem.head_dim), None)
         if computed and (around := _around(own, computed)):
-            return Padded(problem.head_dim, computed, around)
+            first = {each.name: getattr(around[0], each.name) for each in fields(KernelTable)}
+            smallest = max(table.smallest for table in around)
+            changed = {"figures": "assumed", "head_dim": problem.head_dim, "smallest": smallest}
+            return Padded(**first | changed, computed=computed, tables=around)
     return None
 
 

@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Annotated, Any, Self
 
 import msgspec
 import numpy as np
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from sp_bench.cluster.topology import Network
 from sp_bench.errors import RequestError, unknown
 from sp_bench.reading import NotNegative, Positive, Section, read
 
-Factors = dict[
-    Annotated[int, Meta(ge=0, description="the number of a rank or link", examples=[0])],
-    Positive,
-]
+Factors = dict[Annotated[int, Meta(ge=0, description="the number of a rank or link", examples=[0])], Positive]
 
 
 class StragglerSection(Section, frozen=True, kw_only=True):
     """The section `stragglers` of a config."""
 
     ranks: Factors = msgspec.field(default_factory=dict)
+    """{rank: factor on its compute time}."""
     links: dict[str, Factors] = msgspec.field(default_factory=dict)
+    """{link class (port, nic, ...): {number in the class: factor on its rate}}, in both directions."""
     jitter: NotNegative = 0.0
+    """Relative standard deviation of the time of each run of blocks and of each latency: log-normal, mean unchanged."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stragglers:
+class Stragglers(StragglerSection, frozen=True, kw_only=True):
     """Slow ranks, slow links and noise; by default there are none."""
 
-    ranks: Mapping[int, float] = field(default_factory=dict)
-    """{rank: factor on its compute time}."""
-    links: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """{link class (port, nic, ...): {number in the class: factor on its rate}}, in both directions."""
-    jitter: float = 0.0
-    """Relative standard deviation of the time of each run of blocks and of each latency: log-normal, mean unchanged."""
     seed: int = 0
 
     def __bool__(self) -> bool:
@@ -47,7 +39,7 @@ class Stragglers:
     def build(cls, config: Any, seed: int) -> Self:
         """The stragglers of a config section. Raises RequestError for an invalid key or value."""
         section = read(StragglerSection, config or {}, "stragglers")
-        return cls(ranks=section.ranks, links=section.links, jitter=section.jitter, seed=seed)
+        return cls(**structs.asdict(section), seed=seed)
 
     def slow_ranks(self, n: int) -> np.ndarray:
         """The factor on each rank's compute time: (n,). Raises RequestError for a rank that doesn't exist."""

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sp_bench.cluster.head_dims import Padded
 from sp_bench.cluster.kernel_table import KernelTable
 from sp_bench.plan.pack_blocks import PackBlocks
 
@@ -28,7 +27,7 @@ MOST_CELLS = 1 << 25
 class Kernel(NamedTuple):
     """The kernel that computes the pieces: a table's kernel in one phase, on blocks of so many heads."""
 
-    table: KernelTable | Padded
+    table: KernelTable
     phase: str
     batch_heads: int
     flops_per_pair: int

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
 from sp_bench.diagnosing.findings import Finding, finding
+from sp_bench.machine import output_of
 from sp_bench.measure.gpu_watch import OBSTACLES, reasons_in_words
 
 FIELDS = (
@@ -27,13 +27,9 @@ Gpu = Mapping[str, str]
 def gpus_state() -> list[dict[str, str]]:
     """The state of each GPU of this host; empty without nvidia-smi, or if it fails."""
     for reasons in REASONS_FIELDS:
-        command = ["nvidia-smi", f"--query-gpu={','.join((*FIELDS, reasons))}", "--format=csv,noheader,nounits"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        except (OSError, subprocess.TimeoutExpired):
-            return []
-        if done.returncode == 0:
-            return parsed(done.stdout)
+        query = f"--query-gpu={','.join((*FIELDS, reasons))}"
+        if (shown := output_of("nvidia-smi", query, "--format=csv,noheader,nounits")) is not None:
+            return parsed(shown)
     return []
 
 

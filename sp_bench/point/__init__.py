@@ -14,14 +14,13 @@ from sp_bench import records
 from sp_bench.errors import RequestError
 from sp_bench.launch import Launch
 from sp_bench.plan.problem import Problem
-from sp_bench.point import data_parallel
+from sp_bench.point import data_parallel, training
 from sp_bench.point.at_once import ProcessEndedError, forked
 from sp_bench.point.choose import DeviceMemoryError
 from sp_bench.point.collection import uncollected
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
 from sp_bench.point.request import resolve as resolve_plain
-from sp_bench.point.simulated import no_longest
 from sp_bench.point.simulations import simulation_of
 from sp_bench.point.unread import is_note
 from sp_bench.records import Record
@@ -40,11 +39,15 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         config = data_parallel.chosen(config)
     if config["seqlen"] != "max":
         return resolve_plain(config, launch)
+    rule = "is the longest sequence whose simulated training step fits the device's memory"
+    no_longest = RequestError("seqlen=max", rule, "workload=train model=llama3_8b mode=simulate would work")
     trains = workload_named(str(config["workload"])).simulated_as == "training"
     if not trains or config["mode"] not in ("auto", "simulate"):
-        raise no_longest()
+        raise no_longest
     first = resolve_plain({**config, "seqlen": 2**20, "mode": "simulate"}, launch)
-    return resolve_plain({**config, "seqlen": simulation_of(first).longest(first)}, launch)
+    if first.workload.simulated_as != "training":  # a step of a kind that trains, and of its forward alone
+        raise no_longest
+    return resolve_plain({**config, "seqlen": training.longest(first)}, launch)
 
 
 def work_of(requests: Sequence[Request | Record]) -> int:

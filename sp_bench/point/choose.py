@@ -20,7 +20,7 @@ from sp_bench.plan.problem import Problem
 from sp_bench.point.collection import uncollected
 from sp_bench.point.lazy_plans import LazyPlans
 from sp_bench.point.request import Request
-from sp_bench.point.variant_bounds import by_bound
+from sp_bench.point.variant_bounds import blocks_s, by_bound
 from sp_bench.simulate import LongerError, Run, exactly, simulate
 
 ROUNDING = 1e-9
@@ -109,8 +109,7 @@ def choose(request: Request, most_s: float = math.inf) -> Choice:
     Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate, TooSlowError
     if the bounds of all are above `most_s`, or the one chosen takes longer.
     """
-    assert isinstance(request.method, Method), "a peer has no plans to choose among"
-    return _fastest(request, variants(request, [request.method]), most_s).choice
+    return _fastest(request, variants(request, [request.ours]), most_s).choice
 
 
 @dataclass(frozen=True)
@@ -123,20 +122,9 @@ class _Fastest:
     all_fit: bool
     """Whether the device's memory ruled out none."""
 
-
-class _Alike:
-    """The fastest variants of attentions, found once for those that are alike, whatever memory is left for them."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[Problem, Layout], _Fastest] = {}
-
-    def of(self, request: Request, planned: Sequence[Choice]) -> Choice:
-        """The one of these variants, all of one layout, that `choose` chooses. Raises as it does."""
-        memory, alike = request.cluster.device.memory_bytes, (request.problem, planned[0].problem.layout)
-        known = self._found.get(alike)
-        if not (known and known.all_fit and (memory is None or known.most_bytes <= memory)):
-            known = self._found[alike] = _fastest(request, planned)
-        return known.choice
+    def fits(self, memory: float | None) -> bool:
+        """Whether it is the fastest with that memory, too."""
+        return self.all_fit and (memory is None or self.most_bytes <= memory)
 
 
 def _fastest(request: Request, planned: Sequence[Choice], most_s: float = math.inf) -> _Fastest:
@@ -247,12 +235,21 @@ def chosen_of(asked: Sequence[Request]) -> Choice:
 def _in_one_layout(asked: Sequence[Request]) -> list[Choice]:
     """The choice for each of the attentions, which are of the same tokens."""
     first = asked[0]
-    assert isinstance(first.method, Method), "a peer has no plans to choose among"
-    layouts = _layouts(first.method, [request.problem for request in asked])
+    layouts = _layouts(first.ours, [request.problem for request in asked])
     alike = {request.problem: request for request in asked}
-    of_each = {problem: variants(request, [first.method], layouts) for problem, request in alike.items()}
+    of_each = {problem: variants(request, [first.ours], layouts) for problem, request in alike.items()}
     planned = [of_each[request.problem] for request in asked]
-    fastest = _Alike()
+    known: dict[tuple[Problem, Layout], _Fastest] = {}
+
+    def fastest(request: Request, some: Sequence[Choice]) -> Choice:
+        """The one of these variants, all of one layout: found once for attentions that are alike, whatever memory is
+        left for them.
+        """
+        memory, key = request.cluster.device.memory_bytes, (request.problem, some[0].problem.layout)
+        if key not in known or not known[key].fits(memory):
+            known[key] = _fastest(request, some)
+        return known[key].choice
+
     by_layout: list[tuple[float, list[Choice]]] = []
     refused: RequestError | None = None
     for layout in dict.fromkeys(choice.problem.layout for choice in planned[0]):
@@ -260,14 +257,14 @@ def _in_one_layout(asked: Sequence[Request]) -> list[Choice]:
         if not all(in_layout):
             continue
         try:
-            choices = [fastest.of(request, some) for request, some in zip(asked, in_layout, strict=True)]
+            choices = list(map(fastest, asked, in_layout))
         except RequestError as error:
             refused = error
             continue
         by_layout.append((sum(_step_s(first, choice, i) for i, choice in enumerate(choices)), choices))
     if not by_layout:
         rule = "has no layout in which every rank has work of both kinds of layers"
-        raise refused or RequestError(f"method={first.method.name}", rule, "method=ring would work")
+        raise refused or RequestError(f"method={first.ours.name}", rule, "method=ring would work")
     return min(by_layout, key=lambda each: each[0])[1]
 
 
@@ -282,21 +279,33 @@ def variants(request: Request, methods: Sequence[Method], layouts: Sequence[Layo
 
     They are in those of the `layouts`, or in every one that the request's method may have. Plans are LazyPlans.
     """
-    assert isinstance(request.method, Method), "a peer has no plans to choose among"
-    return _working(request.method, [_plan(*each, request) for each in unplanned(request, methods, layouts)])
+    return _working(request.ours, [_plan(*each, request) for each in unplanned(request, methods, layouts)])
 
 
 def unplanned(
     request: Request, methods: Sequence[Method], layouts: Sequence[Layout] | None = None
 ) -> Iterator[tuple[Method, Problem]]:
     """The variants of methods as `variants` has them, and the problem in the layout of each."""
-    assert isinstance(request.method, Method), "a peer has no plans to choose among"
-    layouts = _layouts(request.method, [request.problem]) if layouts is None else layouts
+    layouts = _layouts(request.ours, [request.problem]) if layouts is None else layouts
     node = request.cluster.neighbours(request.problem.n)
     for problem in (replace(request.problem, layout=layout) for layout in layouts):
         forms = (form for one in methods for form in one.carried(problem))
         for method in dict.fromkeys(each for form in forms for each in form.on_nodes(problem, node)):
             yield method, problem
+
+
+def least_computed_s(request: Request) -> float:
+    """A lower bound in seconds on the step of a request's fastest variant, by what blocks take: nothing is planned. 0.0
+    for methods that `blocks_s` knows nothing of.
+
+    Raises RequestError if the method can't serve it.
+    """
+    cluster, bounds_s = request.cluster.even, dict[Problem, float]()
+    for method, problem in unplanned(request, [request.ours]):
+        problem = method.assigned(problem)
+        if problem not in bounds_s:
+            bounds_s[problem] = sum(blocks_s(method, problem, phase, cluster) for phase in request.plan_phases)
+    return min(bounds_s.values())
 
 
 def _first_simulated(choices: Sequence[Choice], cluster: Cluster, most_s: float) -> Choice:
@@ -395,9 +404,8 @@ def _all_compute(choice: Choice) -> bool:
 
 def plans_of(request: Request) -> Mapping[str, Plan]:
     """The plans of a request's method as it is asked for; of several variants the first."""
-    assert isinstance(request.method, Method), "a peer has no plans"
-    problem = replace(request.problem, layout=_layouts(request.method, [request.problem])[0])
-    variants = request.method.on_nodes(problem, request.cluster.neighbours(problem.n))
+    problem = replace(request.problem, layout=_layouts(request.ours, [request.problem])[0])
+    variants = request.ours.on_nodes(problem, request.cluster.neighbours(problem.n))
     return _plan(next(iter(variants)), problem, request).plans
 
 

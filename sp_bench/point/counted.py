@@ -48,9 +48,9 @@ def counted(request: Request, choice: Choice | None) -> Counted:
         padded_heads=max((one.heads for one in padded), default=None),
         padded_kv_heads=max((one.kv_heads for one in padded), default=None),
         work_imbalance=account.work_imbalance(
-            (request.workload.executions(i)[phase], plan, each.problem)
-            for i, each in enumerate(attentions)
-            for phase, plan in [*each.plans.items()][:1]
+            (times, each.plans[phase], each.problem)
+            for times, phase, each in executed(request.workload, choice)
+            if phase == next(iter(each.plans))
         ),
         work_imbalance_lower_bound=account.least_imbalance(problem),
         candidates=None if choice.earlier else choice.candidates,
@@ -108,46 +108,48 @@ def volumes_of(choice: Choice) -> list[dict[str, account.Volume]]:
     ]
 
 
+Executed = tuple[int, str, Choice]
+"""(how often a step executes a plan, its phase, the choice of the attention that it is of)."""
+
+
+def executed(workload: Workload, choice: Choice) -> list[Executed]:
+    """Every plan that a step executes."""
+    return [
+        (workload.executions(i)[phase], phase, each) for i, each in enumerate(choice.attentions) for phase in each.plans
+    ]
+
+
 def _traffic(request: Request, choice: Choice) -> Traffic:
-    workload, by_plan = request.workload, volumes_of(choice)
-    executed = [
-        (workload.executions(i)[phase], phase, plan, each.problem)
-        for i, each in enumerate(choice.attentions)
-        for phase, plan in each.plans.items()
-    ]
-    volumes = [
-        (workload.executions(i)[phase], volume) for i, each in enumerate(by_plan) for phase, volume in each.items()
-    ]
+    every, by_plan = executed(request.workload, choice), volumes_of(choice)
+    of_plans = (volume for each in by_plan for volume in each.values())
+    volumes = [(times, volume) for (times, _, _), volume in zip(every, of_plans, strict=True)]
     sent = [{phase: volume.sent_bytes for phase, volume in each.items()} for each in by_plan]
     others = sum(sum(request.workload.sent_otherwise(phase, choice.problem).values()) for phase in request.phases)
     cluster = request.cluster
     node_of = cluster.network(choice.problem.n).node_of
     across = [
-        times * account.sent_across_nodes(plan, problem, node_of, cluster) for times, _, plan, problem in executed
+        times * account.sent_across_nodes(each.plans[phase], each.problem, node_of, cluster)
+        for times, phase, each in every
     ]
     return Traffic(
         comm_bytes_per_gpu=plain(others + sum(times * volume.total_bytes for times, volume in volumes)),
         comm_bytes_busiest_gpu=others + sum(times * volume.max_bytes for times, volume in volumes),
-        comm_bytes_expected=_closed_form(workload, choice, others),
+        comm_bytes_expected=_closed_form(every, others),
         comm_bytes_lower_bound=sum(
-            times * account.lower_bound_bytes(problem, phase, kept=bool(plan.kept))
-            for times, phase, plan, problem in executed
+            times * account.lower_bound_bytes(each.problem, phase, kept=bool(each.plans[phase].kept))
+            for times, phase, each in every
         ),
-        comm_bytes_least=_least(workload, choice),
+        comm_bytes_least=_least(every),
         comm_bytes_statistics=plain(sum(times * volume.statistic_bytes for times, volume in volumes)),
         comm_bytes_by_lane=by_lane(in_phases(request, sent)),
         comm_bytes_across_nodes_max=int(np.sum(across, axis=0).max()),
     )
 
 
-def _least(workload: Workload, choice: Choice) -> float | None:
+def _least(every: Sequence[Executed]) -> float | None:
     """account.least_bytes of a step's phases."""
-    least_of = [
-        (count, account.least_bytes(each.problem, phase))
-        for i, each in enumerate(choice.attentions)
-        for phase, count in workload.executions(i).items()
-    ]
-    known = [count * least for count, least in least_of if least is not None]
+    least_of = [(times, account.least_bytes(each.problem, phase)) for times, phase, each in every]
+    known = [times * least for times, least in least_of if least is not None]
     return sum(known) if len(known) == len(least_of) else None
 
 
@@ -177,16 +179,11 @@ def in_phases(request: Request, sent: Sequence[Mapping[str, Mapping[tuple[str, .
     return by_phase
 
 
-def _closed_form(workload: Workload, choice: Choice, others: int) -> float | None:
+def _closed_form(every: Sequence[Executed], others: int) -> float | None:
     """The bytes that a GPU sends by the method's formula; None for a pack, of which most methods send a part."""
-    if not all(each.problem.mask.sends_unseen or each.method.counts_rows for each in choice.attentions):
+    if not all(each.problem.mask.sends_unseen or each.method.counts_rows for _, _, each in every):
         return None
-    each = [
-        count * one.method.bytes_sent(one.problem, phase)
-        for i, one in enumerate(choice.attentions)
-        for phase, count in workload.executions(i).items()
-    ]
-    return plain(others + sum(each))
+    return plain(others + sum(times * each.method.bytes_sent(each.problem, phase) for times, phase, each in every))
 
 
 def by_lane(sent: Mapping[str, Mapping[tuple[str, ...], float]]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from sp_bench.point.choose import Choice, DeviceMemoryError, chosen_of, simulate
 from sp_bench.point.counted import counted, with_sums
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
-from sp_bench.point.simulated import no_longest, refuse_unknown
+from sp_bench.point.simulated import refuse_unknown
 from sp_bench.point.simulated_record import simulated_record
 from sp_bench.records import Record
 from sp_bench.records.quantities import Breakdown, Memory, Traffic, TrainingStep
@@ -208,11 +208,6 @@ def least_compute_s(request: Request) -> float:
     """Seconds that the ranks compute, without transfers. Raises RequestError if it doesn't fit the device."""
     chunks = _chunks(_Prompt(request, request.cluster), _chosen(request))
     return sum(chunk.least_s + chunk.dense_s for chunk in chunks)
-
-
-def longest(request: Request) -> int:
-    """Raises RequestError: the longest sequence is that of a training step."""
-    raise no_longest()
 
 
 def simulate_prefill(request: Request) -> Record:

@@ -99,6 +99,12 @@ class Request:
         return self.given.config
 
     @property
+    def ours(self) -> Method:
+        """The method, which is one of ours: a peer has no plans to choose among."""
+        assert isinstance(self.method, Method), "a peer has no plans"
+        return self.method
+
+    @property
     def phases(self) -> tuple[str, ...]:
         """The phases that are timed or simulated, in order."""
         return self.workload.phases
@@ -211,14 +217,9 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         phase=config["phase"],
         kernel=kernel,
         sm_margin=margin,
-        iters=values.iters,
-        warmup=values.warmup,
         verify=values.verify and not mode.alone,
         parts=values.parts and peer is None,
-        seed=values.seed,
-        trace=values.trace,
-        every_variant=values.every_variant,
-        timeout_s=values.timeout_s,
+        **{key: getattr(values, key) for key in ("iters", "warmup", "seed", "trace", "every_variant", "timeout_s")},
         notes=notes,
         run_id=given.run_id(mode.name, cluster.cores, peer.version if peer else None, launch, mode.devices)
         if at_once
@@ -285,12 +286,7 @@ def _problem(given: Given, method: Method | Peer) -> Problem:
 
 
 def _refuse_measuring(
-    config: Mapping[str, Any],
-    workload: Workload,
-    problem: Problem,
-    cluster: Cluster,
-    mode: Mode,
-    launch: Launch | None,
+    config: Mapping[str, Any], workload: Workload, problem: Problem, cluster: Cluster, mode: Mode, launch: Launch | None
 ) -> list[str]:
     """The notes of a measured point. Raises RequestError for a point that can't be measured."""
     require("run", f"measuring on cluster={cluster.name}")

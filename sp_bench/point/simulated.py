@@ -15,14 +15,14 @@ from sp_bench.errors import RequestError
 from sp_bench.plan.ops import BLOCKS
 from sp_bench.point.backing import validated
 from sp_bench.point.choose import Choice, choose_attentions
-from sp_bench.point.counted import counted
+from sp_bench.point.counted import counted, executed
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
 from sp_bench.point.simulated_record import simulated_record
 from sp_bench.records import Record
 from sp_bench.records.quantities import Breakdown, Memory
 from sp_bench.records.timeline import SimulatedTimeline
-from sp_bench.simulate import WAITING, Run, simulate
+from sp_bench.simulate import WAITING, simulate
 from sp_bench.simulate.beside import alone_s, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
 from sp_bench.workload.base import SUNK
@@ -39,8 +39,8 @@ def least_compute_s(request: Request) -> float:
 
     Raises RequestError if no plan fits in memory, or it is too large to simulate.
     """
-    executed = _executed(request, choose_attentions(request))
-    return sum(times * request.cluster.least_compute_s(run.work_s) for _, times, run in executed)
+    every = executed(request.workload, choose_attentions(request))
+    return sum(times * request.cluster.least_compute_s(each.runs[phase].work_s) for times, phase, each in every)
 
 
 def phases_ms(request: Request, cluster: Cluster) -> dict[str, float]:
@@ -50,31 +50,9 @@ def phases_ms(request: Request, cluster: Cluster) -> dict[str, float]:
     """
     choice = choose_attentions(request)
     by_phase = {name: 1e3 * _summed_s(request, name, cluster) for name in choice.plans}
-    for i, each in enumerate(choice.attentions):
-        for name, plan in each.plans.items():
-            times = request.workload.executions(i)[name]
-            by_phase[name] += 1e3 * times * simulate(plan, each.problem, cluster).makespan_s
+    for times, name, each in executed(request.workload, choice):
+        by_phase[name] += 1e3 * times * simulate(each.plans[name], each.problem, cluster).makespan_s
     return by_phase
-
-
-def _executed(request: Request, choice: Choice) -> list[tuple[str, int, Run]]:
-    """Each plan's (phase, executions in a step, run)."""
-    return [
-        (phase, request.workload.executions(i)[phase], run)
-        for i, each in enumerate(choice.attentions)
-        for phase, run in each.runs.items()
-    ]
-
-
-def longest(request: Request) -> int:
-    """Raises RequestError: attention alone has no longest sequence."""
-    raise no_longest()
-
-
-def no_longest() -> RequestError:
-    """The error for seqlen=max where it means nothing."""
-    rule = "is the longest sequence whose simulated training step fits the device's memory"
-    return RequestError("seqlen=max", rule, "workload=train model=llama3_8b mode=simulate would work")
 
 
 def refuse_unknown(request: Request) -> None:
@@ -93,19 +71,20 @@ def simulate_point(request: Request, most_s: float = math.inf) -> tuple[Record, 
     choice = choose_attentions(request, most_s)
     for each in choice.attentions:
         check_all(each.plans, each.problem)
-    plans, executed = counted(request, choice), _executed(request, choice)
+    plans = counted(request, choice)
+    runs = [(phase, times, each.runs[phase]) for times, phase, each in executed(request.workload, choice)]
     times_ms = {phase: 1e3 * _summed_s(request, phase, request.cluster) for phase in choice.runs}
-    for phase, times, run in executed:
+    for phase, times, run in runs:
         times_ms[phase] += 1e3 * times * run.makespan_s
     step_ms = sum(times_ms.values())
     by_link, bound_ms, bound_by = _bounds(request, choice)
-    busy_ms = 1e3 * np.sum([times * run.busy_s for _, times, run in executed], axis=0)
+    busy_ms = 1e3 * np.sum([times * run.busy_s for _, times, run in runs], axis=0)
     inside = Breakdown(
         bound_ms=bound_ms,
         bound_by=bound_by,
         compute_ms=float(busy_ms.max()),
         exposed_comm_ms=step_ms - float(busy_ms.max()),
-        rank_idle_ms_max=1e3 * sum(times * float(run.idle_s.max()) for _, times, run in executed),
+        rank_idle_ms_max=1e3 * sum(times * float(run.idle_s.max()) for _, times, run in runs),
         rank_imbalance=float(busy_ms.max() / busy_ms.mean()),
     )
     record = simulated_record(
@@ -148,18 +127,16 @@ def _bounds(request: Request, choice: Choice) -> tuple[dict[str, float], float, 
     network = request.cluster.network(choice.problem.n)
     by_name: dict[str, float] = {}
     crossed = np.zeros(network.link_bytes_per_s.size)
-    for i, each in enumerate(choice.attentions):
-        reads = each.problem.decodes and request.cluster.device.reads_bind(each.problem)
-        for phase, run in each.runs.items():
-            plan, times = each.plans[phase], request.workload.executions(i)[phase]
-            crossing = link_bytes(network, account.traffic(plan, each.problem, request.cluster))
-            least_s = request.cluster.least_compute_s(run.work_s)
-            bounds_s = lower_bounds(plan, each.problem, request.cluster, crossing, least_s)
-            if reads:
-                bounds_s = {"memory" if key == "compute" else key: seconds for key, seconds in bounds_s.items()}
-            name = max(bounds_s, key=lambda key: bounds_s[key])
-            by_name[name] = by_name.get(name, 0.0) + times * bounds_s[name]
-            crossed += times * crossing
+    for times, phase, each in executed(request.workload, choice):
+        plan, problem = each.plans[phase], each.problem
+        crossing = link_bytes(network, account.traffic(plan, problem, request.cluster))
+        least_s = request.cluster.least_compute_s(each.runs[phase].work_s)
+        bounds_s = lower_bounds(plan, problem, request.cluster, crossing, least_s)
+        if problem.decodes and request.cluster.device.reads_bind(problem):
+            bounds_s = {"memory" if key == "compute" else key: seconds for key, seconds in bounds_s.items()}
+        name, seconds = max(bounds_s.items(), key=lambda bound: bound[1])
+        by_name[name] = by_name.get(name, 0.0) + times * seconds
+        crossed += times * crossing
     for phase in choice.runs:
         sent = sum(request.workload.sent_otherwise(phase, request.problem).values())
         if sent:

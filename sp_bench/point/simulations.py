@@ -26,10 +26,6 @@ class Simulation(Protocol):
         """Milliseconds of each phase on a cluster, with the plans that the request's own chooses."""
         ...
 
-    def longest(self, request: Request) -> int:
-        """The longest sequence that fits the device's memory."""
-        ...
-
 
 SIMULATIONS: Mapping[str, Simulation] = {"attention": simulated, "training": training, "prefill": prefill}
 

@@ -8,15 +8,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from sp_bench.measure.result import RankResult
-from sp_bench.measure.samples import (
-    COMMUNICATION_ONLY,
-    COMPUTE_ONLY,
-    CORE_WINDOW,
-    CORES,
-    START,
-    STEP,
-    Samples,
-)
+from sp_bench.measure.samples import COMMUNICATION_ONLY, COMPUTE_ONLY, CORE_WINDOW, CORES, START, STEP, Samples
 from sp_bench.measure.stats import rank_medians_ms, slowest_ms, summarise
 from sp_bench.plan.method import PHASES
 from sp_bench.point.counted import by_lane, plain

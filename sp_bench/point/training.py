@@ -15,7 +15,7 @@ from sp_bench.errors import RequestError
 from sp_bench.plan.problem import Problem
 from sp_bench.point.backing import validated
 from sp_bench.point.choose import Choice, DeviceMemoryError, choose_attentions
-from sp_bench.point.counted import counted, with_sums
+from sp_bench.point.counted import counted, executed, with_sums
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import LEAST_STEP, Request
 from sp_bench.point.simulated import refuse_unknown
@@ -183,12 +183,12 @@ def least_attention_bytes(request: Request) -> int:
 
 
 def _least_bytes(request: Request, problem: Problem) -> int:
-    method, profile, transport = request.method, request.cluster.profile(problem), request.cluster.transport
+    method, profile, transport = request.ours, request.cluster.profile(problem), request.cluster.transport
     return min(
         account.peak_bytes(
             [m.plan(problem, phase, profile) for phase in request.plan_phases], m.assigned(problem), transport
         )
-        for m in method.on_nodes(problem, request.cluster.neighbours(problem.n))  # pyright: ignore[reportAttributeAccessIssue]  # no peer trains
+        for m in method.on_nodes(problem, request.cluster.neighbours(problem.n))
     )
 
 
@@ -199,12 +199,7 @@ def _tensor_bytes(costs: TrainingCosts) -> float:
 
 
 def _bound(
-    request: Request,
-    choice: Choice,
-    costs: TrainingCosts,
-    parts: Sequence[Cluster],
-    whole: Cluster,
-    computed_s: float,
+    request: Request, choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole: Cluster, computed_s: float
 ) -> tuple[dict[str, float], float, str]:
     """(bytes across each class of links per GPU, a lower bound on the step in s, what sets it)."""
     problem, degree, network = choice.problem, len(parts), whole.network(costs.gpus)
@@ -213,10 +208,8 @@ def _bound(
     of_attention, crossed = np.zeros((2, network.link_bytes_per_s.size))
     for part in parts:
         own, every = part.network(problem.n), part.network(costs.ranks)
-        for i, each in enumerate(choice.attentions):
-            times = request.workload.executions(i)
-            for phase, plan in each.plans.items():
-                of_attention += times[phase] * link_bytes(own, account.traffic(plan, each.problem, part))
+        for times, phase, each in executed(request.workload, choice):
+            of_attention += times * link_bytes(own, account.traffic(each.plans[phase], each.problem, part))
         if costs.ranks > 1:
             crossed += link_bytes(every, ring_traffic(every, costs.ranks, sent))
     if degree > 1:

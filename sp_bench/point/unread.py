@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from sp_bench.point.mode import Mode
-from sp_bench.resources import CONF, yaml_of
+from sp_bench.resources import point_keys
 from sp_bench.workload import WORKLOADS
 
 MEASURED = ("measure", "alone")
@@ -37,7 +36,7 @@ def _given(config: Mapping[str, Any], keys: Sequence[str]) -> str:
 def _of_others(workload: str) -> list[str]:
     """The keys of sections that only other workloads read."""
     sections = {key for kind in WORKLOADS.values() for key in kind.keys} - {*WORKLOADS[workload].keys}
-    sections_read = {name: content for name, content in _defaults().items() if name in sections}
+    sections_read = {name: content for name, content in point_keys().items() if name in sections}
     return [f"{name}.{key}" for name, content in sections_read.items() if isinstance(content, dict) for key in content]
 
 
@@ -59,13 +58,8 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 def _default(key: str) -> Any:
     group, _, name = key.rpartition(".")
-    defaults = _defaults()
+    defaults = point_keys()
     return "auto" if group == "kernel" else (defaults[group] if group else defaults)[name]
-
-
-@cache
-def _defaults() -> Mapping[str, Any]:
-    return yaml_of(CONF / "config.yaml")
 
 
 def _text(value: Any) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sp_bench.machine import output_of
 from sp_bench.records.identity import code_version, version
 from sp_bench.resources import ROOT
 
@@ -58,9 +58,5 @@ def _is_checkout(root: Path) -> bool:
 def git(root: Path, *arguments: str) -> str | None:
     """The output of a git command; None if it fails. GIT_* variables, as in a hook, may name another repository."""
     elsewhere = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    command = ["git", "-C", str(root), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=elsewhere)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    shown = output_of("git", "-C", str(root), *arguments, environment=elsewhere)
+    return None if shown is None else shown.strip()

@@ -34,8 +34,6 @@ class Quantity:
     """Its type without None: str, int, float, bool or, for nested ones, dict or list."""
     row_of: type
     """The part of a record that declares it."""
-    how: str
-    """The source of values."""
     shown: Setting | Result | None
     """How it is shown; None if the record alone has it."""
 
@@ -78,7 +76,6 @@ def quantities() -> dict[str, Quantity]:
             hint=hint,
             kind=get_origin(kind) or kind,
             row_of=part_of[field.name],
-            how=part_of[field.name].how,
             shown=next((mark for mark in marks if isinstance(mark, Setting | Result)), None),
         )
     return by_name
@@ -136,8 +133,7 @@ def fields_page() -> str:
 
 def _part(of_part: list[Quantity]) -> str:
     first = of_part[0]
-    (part,) = (cls for cls in Record.__mro__ if cls.__name__ == first.part)
-    about = textwrap.fill(" ".join((part.__doc__ or "").split("\n\n")[0].split()), 120)
+    about = textwrap.fill(" ".join((first.row_of.__doc__ or "").split("\n\n")[0].split()), 120)
     rows = [
         (
             f"`{one.name}`",
@@ -149,7 +145,7 @@ def _part(of_part: list[Quantity]) -> str:
         for one in of_part
     ]
     head = ("field", "type", "meaning", "label", "in W&B")
-    return f"## {first.part}: {first.how}\n\n{about}\n\n" + markdown.table(head, rows)
+    return f"## {first.part}: {first.row_of.how}\n\n{about}\n\n" + markdown.table(head, rows)
 
 
 IDENTIFIER = "https://json-schema.org/draft/2020-12/schema"

@@ -162,12 +162,7 @@ def marks_parts(spec: Spec, device: torch.device) -> bool:
 
 
 def make_engine(
-    spec: Spec,
-    problem: Problem,
-    context: RankContext,
-    plans: Mapping[str, Plan] | None = None,
-    *,
-    timed: bool = False,
+    spec: Spec, problem: Problem, context: RankContext, plans: Mapping[str, Plan] | None = None, *, timed: bool = False
 ) -> Engine | GraphedEngine | PeerEngine:
     """The engine of the point's plans (or of `plans`), or of its peer, on `problem`. All ranks must call it.
 

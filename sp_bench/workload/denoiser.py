@@ -56,12 +56,7 @@ class Denoiser:
     def predicted(self, latent: Latent, attend: HeldAttend) -> Tensor:
         """The noise that the model finds in this rank's patches: (B, S, C), in the compute dtype."""
         hidden_BSM = self.network(
-            latent.patches_BSC,
-            self._positions_S,
-            [self._apart(attend)],
-            "none",
-            latent.times_B,
-            latent.text_BTM,
+            latent.patches_BSC, self._positions_S, [self._apart(attend)], "none", latent.times_B, latent.text_BTM
         )
         return F.linear(hidden_BSM, self.network.head.weight)
 

@@ -41,10 +41,7 @@ class Dit(Train):
     name: ClassVar[str] = "dit"
     kind: ClassVar[str] = "dit"
     keys: ClassVar[tuple[str, ...]] = ("train",)
-    phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "forward": FORWARD,
-        "forward_backward": (*PHASES, UPDATE),
-    }
+    phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"forward": FORWARD, "forward_backward": (*PHASES, UPDATE)}
 
     @classmethod
     def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Train:

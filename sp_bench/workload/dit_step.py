@@ -86,11 +86,7 @@ class DenoiseStep(Step):
     def memory(self) -> Mapping[str, int]:
         """Bytes by kind; activations and the attention's own are those of the execution that was measured."""
         parameters = sum(parameter.nbytes for parameter in self._denoiser.network.parameters())
-        return {
-            "parameters": parameters,
-            "activations": self._activation_bytes,
-            "attention": self._attention_bytes,
-        }
+        return {"parameters": parameters, "activations": self._activation_bytes, "attention": self._attention_bytes}
 
     def finite(self) -> bool:
         return self._predicted is None or bool(self._predicted.isfinite().all())

@@ -287,13 +287,8 @@ def _compare_queries(unit: _Unit, found: Mapping[str, Tensor], totals: Tensor, o
                 done += len(rows)
                 for name, (exact, variance) in zip(("out", "dq"), results, strict=False):
                     if name in found:
-                        _add(
-                            unit,
-                            totals[:, NAMES.index(name), head],
-                            found[name][unit.entry, place, head],
-                            exact,
-                            variance,
-                        )
+                        mine = found[name][unit.entry, place, head]
+                        _add(unit, totals[:, NAMES.index(name), head], mine, exact, variance)
 
 
 def _compare_keys(unit: _Unit, found: Mapping[str, Tensor], totals: Tensor, of_keys: Tensor) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import cache
 from typing import Annotated, Any, Literal
 
-import yaml
 from msgspec import Meta
 
 from sp_bench.errors import RequestError
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.reading import Count, Positive, Section, Tokens
-from sp_bench.resources import CONF
+from sp_bench.resources import point_keys
 from sp_bench.workload.model import Model, shard_elements
 
 UPDATE = "update"
@@ -59,17 +57,11 @@ class Training(Section, frozen=True, kw_only=True):
 
 def refuse_training(config: Mapping[str, Any], what: str) -> None:
     """Raise RequestError for a key of the section `train` that isn't at its default: `what` trains nothing."""
-    for key, usual in _usual().items():
+    for key, usual in point_keys()["train"].items():
         if (value := config["train"].get(key)) != usual:
             given, works = (json.dumps(x).strip('"') for x in (value, usual))
             rule = f"is about training, and {what} trains nothing"
             raise RequestError(f"train.{key}={given}", rule, f"train.{key}={works} would work")
-
-
-@cache
-def _usual() -> Mapping[str, Any]:
-    """The section `train` with its defaults."""
-    return yaml.safe_load((CONF / "config.yaml").read_text())["train"]
 
 
 def sent_otherwise(

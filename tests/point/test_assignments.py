@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from sp_bench import account
+from sp_bench.describe import memory_front
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.assignments import ASSIGNMENTS
 from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from sp_bench.point.choose import choose
-from sp_bench.point.memory_front import memory_front
 from tests.workload.requests import point
 
 SIZES = (1, 2, 3, 5, 8, 16, 64)

@@ -13,6 +13,7 @@ from sp_bench.advise.candidates import Feasible
 from sp_bench.analysis.explorer import columns
 from sp_bench.cli.rows import ROWS
 from sp_bench.cli.words import number, ratio, speed_up
+from sp_bench.describe import memory_front
 from sp_bench.methods import build
 from sp_bench.plan.documents import Chunked, Documents, Window
 from sp_bench.plan.layout import Positions
@@ -22,7 +23,6 @@ from sp_bench.point import Outcome
 from sp_bench.point import backing as backings
 from sp_bench.point.backing import BETWEEN_NODES, PACKS, TELLING, Backing, Kind, Validation, figures_of, known, row_of
 from sp_bench.point.choose import choose
-from sp_bench.point.memory_front import memory_front
 from sp_bench.point.simulated import simulate_point
 from sp_bench.point.training import simulate_training
 from sp_bench.records import Record

@@ -43,7 +43,7 @@ def test_ranks_compute_as_long_as_is_simulated(planned: Planned, slow: float) ->
     """Which bounds a step from below, without its transfers."""
     plan, problem = planned.plan, planned.problem
     on = cluster()
-    on = replace(on, stragglers=replace(on.stragglers, ranks={0: slow}))
+    on = replace(on, stragglers=on.stragglers.replace(ranks={0: slow}))
     run = simulate(plan, problem, on)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operations, "AT_ONCE", 3)

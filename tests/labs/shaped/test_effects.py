@@ -122,7 +122,7 @@ def in_turns(cores: int, turn_s: float, seed: int = 0) -> Cluster:
     """Hosts with slow links, whose ranks get the cores in such turns."""
     where = on_hosts(cores, 1e6, 0.0)
     assert where.hosts
-    return replace(where, hosts=where.hosts.replace(turn_s=turn_s), stragglers=replace(where.stragglers, seed=seed))
+    return replace(where, hosts=where.hosts.replace(turn_s=turn_s), stragglers=where.stragglers.replace(seed=seed))
 
 
 def first_block(n: int, where: Cluster) -> tuple[np.ndarray, Run]:
