@@ -64,9 +64,8 @@ def doctor(arguments: Sequence[str]) -> int:
         try:
             records.write_whole(Path(options["out"]), text + "\n")
         except OSError as error:
-            raise RequestError(
-                f"out={options['out']}", f"can't be written ({error.strerror})", "out=doctor.json would work"
-            ) from None
+            rule = f"can't be written ({error.strerror})"
+            raise RequestError(f"out={options['out']}", rule, "out=doctor.json would work") from None
     print(text if len(rest) < len(arguments) else fitted(as_text(examination.findings)))
     return 1 if counts(examination.findings)["fail"] else 0
 

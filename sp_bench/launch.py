@@ -41,9 +41,8 @@ class Launch:
     def refuse(self, gpus: int) -> None:
         """Raise RankCountError unless a point needs n ranks."""
         if gpus != self.n:
-            raise RankCountError(
-                f"gpus={gpus}", f"{self.by} has started {self.n} ranks", f"gpus={self.n}, or mode=simulate, would work"
-            )
+            rule = f"{self.by} has started {self.n} ranks"
+            raise RankCountError(f"gpus={gpus}", rule, f"gpus={self.n}, or mode=simulate, would work")
 
     @staticmethod
     def planned(n: int) -> Launch:

@@ -52,9 +52,8 @@ class Composer(ExitStack):
         super().__init__()
         self._gpus = gpus_here() if gpus is None else gpus
         if own and not own.is_dir():
-            raise RequestError(
-                f"--config-dir {own}", "is not a folder", "a folder with method/, cluster/ ... would work"
-            )
+            works = "a folder with method/, cluster/ ... would work"
+            raise RequestError(f"--config-dir {own}", "is not a folder", works)
         beside = [folder.resolve() for folder in (own, *conf_folders()[1:]) if folder]
         self._folders = [CONF, *beside]
         self.enter_context(initialize_config_dir(str(CONF), version_base="1.3"))
@@ -271,9 +270,7 @@ class Composer(ExitStack):
 
 
 def _quoted(argument: str) -> RequestError | None:
-    """The error for a value that Hydra takes in quotes alone, as one with = or a letter that ASCII lacks; None where
-    quotes don't help.
-    """
+    """The error for a value that Hydra takes in quotes alone, as one with = or an é; None where quotes don't help."""
     key, _, value = argument.partition("=")
     quoted = f"{key}='{value}'"
     try:

@@ -117,9 +117,7 @@ class DeviceCosts(MemoryCosts):
             )
 
     def matmul_flops_per_s(self, dtype: str, what: str = "training step is") -> float:
-        """FLOP/s of large matrix products. Raises RequestError for a dtype without figures, by which no `what`
-        simulated.
-        """
+        """FLOP/s of large matrix products. Raises RequestError for a dtype without figures: no `what` simulated."""
         if dtype not in self.matmul_tflops:
             known = ", ".join(f"dtype={name}" for name in self.matmul_tflops)
             raise RequestError(

@@ -37,7 +37,7 @@ def hosts_of(config: Mapping[str, Any]) -> EmulatedHosts | None:
     """The emulated hosts of a cluster file; None if it has none. Raises RequestError for an invalid key or value."""
     if config.get("hosts") is None:
         return None
-    return lab_module(config.get("lab") or DEFAULT_LAB, "description").Hosts.build(config["hosts"])
+    return read(lab_module(config.get("lab") or DEFAULT_LAB, "description").Hosts, config["hosts"], "cluster.hosts")
 
 
 def refuse_hosts(hosts: EmulatedHosts) -> None:
@@ -100,11 +100,6 @@ class EmulatedHosts(Section, frozen=True, metaclass=AbstractSection):
     """The laboratory's name."""
     core_figures: ClassVar[tuple[str, ...]] = ()
     """Keys of the section in core seconds or cores: lower on faster cores."""
-
-    @classmethod
-    def build(cls, config: Any) -> Self:
-        """The hosts of a cluster file's section. Raises RequestError for an invalid key or value."""
-        return read(cls, config, "cluster.hosts")
 
     @abstractmethod
     def network(self) -> Mapping[str, Any]:

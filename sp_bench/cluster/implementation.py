@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sp_bench.reading import NotNegative, Positive, Section, read
+from sp_bench.reading import NotNegative, Positive, Section
 
 
 class Implementation(Section, frozen=True, kw_only=True):
@@ -41,11 +41,6 @@ class Implementation(Section, frozen=True, kw_only=True):
     transfer_slowdown: NotNegative | None = None
     """How much longer kernels take while their rank's transfers are in flight; None: the device's figure."""
     sources: dict[str, Any] = msgspec.field(default_factory=dict)
-
-    @classmethod
-    def build(cls, config: Any) -> Implementation:
-        """The implementation of a conf/implementation file. Raises RequestError for an invalid key or value."""
-        return read(cls, config, "implementation")
 
 
 OURS = Implementation(name="ours", merges_at_once=True)

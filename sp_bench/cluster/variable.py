@@ -134,9 +134,7 @@ def joined_s(kernel: Kernel, blocks: PackBlocks, queries: np.ndarray, keys: np.n
 
 
 def _by_length(blocks: PackBlocks, calls: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The queries and the keys of documents in chunks, (documents, chunks) each, documents of about the same length at
-    a time.
-    """
+    """Queries and keys of documents in chunks, (documents, chunks) each, of about one length at a time."""
     queries, keys = blocks.tokens_of_documents.astype(float), blocks.keys_of_documents.astype(float)
     length = np.floor(LENGTHS_AN_OCTAVE * np.log2(np.array(blocks.mask.lengths)))
     if np.unique(length).size * calls > MOST_CELLS:

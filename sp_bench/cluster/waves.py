@@ -58,9 +58,7 @@ class Waves:
         return self._causal_work(tokens, batch_heads) / (taken * longest / tiles)
 
     def fills(self, rate: str, tokens, batch_heads):
-        """The fill of many blocks. Of causal ones in a call with others, thread blocks follow on those of the others,
-        in whatever order.
-        """
+        """The fill of many blocks. Thread blocks of causal ones in a call follow on those of others, in any order."""
         tiles, longest = np.ceil(tokens / self.tile_tokens), tokens / self.tile_tokens
         if rate.endswith("full"):
             return batch_heads * longest / self.sms / np.ceil(batch_heads * tiles / self.sms)

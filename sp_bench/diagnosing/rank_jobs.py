@@ -30,17 +30,8 @@ from sp_bench.run.devices import clock_of
 from sp_bench.run.transport import Call, Turn, members_of
 from sp_bench.workload import RankContext, Spec
 
-__all__ = [
-    "KernelRow",
-    "PairRate",
-    "gate",
-    "kernels_here",
-    "look",
-    "message_each_way",
-    "nccl_log",
-    "pair_rates",
-    "under_load",
-]
+__all__ = ["KernelRow", "PairRate", "gate", "kernels_here", "look", "message_each_way", "nccl_log", "pair_rates"]
+__all__ += ["under_load"]
 
 LOAD_S = 2.0
 SIDE = {"cuda": 8192, "cpu": 256}
@@ -129,7 +120,7 @@ def _fits(kernel: type[CudaKernel]) -> bool:
 def gate(spec: Spec) -> str:
     """Why the plans fail the correctness gate; empty if they pass. All ranks must call it."""
     context = RankContext(dist.get_rank(), device_here(), transport_here, alive=lambda: report("gate", step=False))
-    return spec.gate(context).wrong(spec.problem.dtype)
+    return spec.workload.gate(spec, context).wrong(spec.problem.dtype)
 
 
 def under_load(seconds: float = LOAD_S) -> tuple[str, list[dict[str, str]]] | None:

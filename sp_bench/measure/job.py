@@ -73,7 +73,7 @@ def _gate(index: int, spec: Spec) -> GateErrors:
     report(index)
     context = _context(index, spec)
     context.alive()
-    return spec.gate(context)
+    return spec.workload.gate(spec, context)
 
 
 def _context(index: int, spec: Spec) -> RankContext:
@@ -107,7 +107,7 @@ class TimedPoint:
         self._link_sent_bytes: list[int] = []
         self._sent_bytes: dict[str, Counter[tuple[str, ...]]] = {}
         context.alive()
-        self._step = spec.prepare(context)
+        self._step = spec.workload.prepare(spec, context)
         self._step.untimed()
         context.alive()
         memory.forget_peak()

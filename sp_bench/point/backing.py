@@ -267,4 +267,4 @@ def _with_implementation(cluster: Cluster, choice: Choice, row: Backing) -> Vali
 def implementation_named(name: str) -> Implementation:
     """The implementation of a file of conf/implementation."""
     files = conf_files("implementation")
-    return Implementation.build(conf_content(files[name], files))
+    return read(Implementation, conf_content(files[name], files), "implementation")

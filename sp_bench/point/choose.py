@@ -50,9 +50,7 @@ class Choice:
 
     @property
     def variant(self) -> str:
-        """The method's variant in a few words, with its padded heads and whether blocks are fused; empty if there is
-        nothing to say.
-        """
+        """The method's variant in a few words, with its padded heads and whether blocks are fused; often empty."""
         fused = self.method.fuse and any(isinstance(op, Fused) for plan in self.plans.values() for op in plan.ops)
         words = (self.method.variant(self.problem.n), self._form, self._padded, FUSED if fused else "")
         return " ".join(filter(None, words))
@@ -242,9 +240,7 @@ def _in_one_layout(asked: Sequence[Request]) -> list[Choice]:
     known: dict[tuple[Problem, Layout], _Fastest] = {}
 
     def fastest(request: Request, some: Sequence[Choice]) -> Choice:
-        """The one of these variants, all of one layout: found once for attentions that are alike, whatever memory is
-        left for them.
-        """
+        """One of these variants of a layout, found once for attentions that are alike but for their memory."""
         memory, key = request.cluster.device.memory_bytes, (request.problem, some[0].problem.layout)
         if key not in known or not known[key].fits(memory):
             known[key] = _fastest(request, some)

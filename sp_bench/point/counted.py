@@ -58,7 +58,7 @@ def counted(request: Request, choice: Choice | None) -> Counted:
     )
     traffic = _traffic(request, choice)
     # Of a training step: of its attention.
-    peak_bytes = max(map(sum, zip(_peaks(request, attentions), _standing(request, attentions), strict=True)))
+    peak_bytes = max(map(sum, zip(peaks(request, attentions), _standing(request, attentions), strict=True)))
     memory = Memory(
         peak_mem_bytes_max=peak_bytes, peak_mem_source="computed from the plans", peak_mem_bytes_expected=peak_bytes
     )
@@ -68,15 +68,13 @@ def counted(request: Request, choice: Choice | None) -> Counted:
     return Counted(setup=setup, traffic=traffic, memory=memory, wrong=wrong)
 
 
-def _peaks(request: Request, attentions: Sequence[Choice]) -> list[int]:
+def peaks(request: Request, attentions: Sequence[Choice]) -> list[int]:
     """account.peak_bytes of each of a step's attentions."""
     return [account.peak_bytes(each.plans.values(), each.problem, request.cluster.transport) for each in attentions]
 
 
 def _standing(request: Request, attentions: Sequence[Choice]) -> list[int]:
-    """Bytes that a measured rank holds during each attention for the others: buffers of the size of the largest, and
-    what the workload keeps.
-    """
+    """Bytes that a measured rank holds beside each attention: the largest's buffers, and what is kept."""
     if request.mode == "simulate" or len(attentions) == 1:
         return [0] * len(attentions)
     every, transport = [each.problem for each in attentions], request.cluster.transport

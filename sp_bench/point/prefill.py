@@ -26,7 +26,7 @@ from sp_bench.point.request import Request
 from sp_bench.point.simulated import refuse_unknown
 from sp_bench.point.simulated_record import simulated_record
 from sp_bench.records import Record
-from sp_bench.records.quantities import Breakdown, Memory, Traffic, TrainingStep
+from sp_bench.records.quantities import Breakdown, Memory, TrainingStep
 from sp_bench.simulate.beside import alone_s, beside, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, link_classes, lower_bounds
 from sp_bench.simulate.graph import build_graph
@@ -247,6 +247,7 @@ def simulate_prefill(request: Request) -> Record:
         peak_mem_bytes_expected=held.peak_bytes,
     )
     prompt_parts = request.workload.prompt(request.problem).timed(step_ms, [1e3 * chunk.whole_s for chunk in chunks])
+    traffic = plans.traffic if degree == 1 else with_sums(plans.traffic, sum(chunk.summed_bytes for chunk in chunks))
     notes = [costs.note if costs else ALONE] + [SUMS.format(degree)] * (degree > 1)
     return simulated_record(
         request,
@@ -256,7 +257,7 @@ def simulate_prefill(request: Request) -> Record:
         step_ms=step_ms,
         phases_ms={PHASE: step_ms},
         inside=inside,
-        traffic=replace(_with_sums(plans.traffic, chunks, degree), comm_bytes_by_link=by_link),
+        traffic=replace(traffic, comm_bytes_by_link=by_link),
         memory=memory,
         others=(prompt_parts, held.described(step)),
         notes=notes + [SUNK] * bool(request.asked().sinks),
@@ -364,10 +365,3 @@ def _held(prompt: _Prompt, choice: Choice) -> _Held:
         peak = costs.parameters_bytes + prompt.cache_bytes([other.problem for other in together]) + transient
         by_chunk.append(_Held(peak, attention, costs.parameters_bytes, costs.activations_bytes))
     return max(by_chunk, key=lambda held: held.peak_bytes)
-
-
-def _with_sums(traffic: Traffic, chunks: Sequence[Chunk], degree: int) -> Traffic:
-    """The traffic with the sums within tensor-parallel groups."""
-    if degree == 1:
-        return traffic
-    return with_sums(traffic, sum(chunk.summed_bytes for chunk in chunks))

@@ -68,9 +68,8 @@ def refuse_what_does_not_fit(n: int, rank_bytes: Mapping[str, int], config: Mapp
     """Raise RequestError if this machine can't hold n ranks of `rank_bytes` each, which are by kind."""
     most = RANKS_PER_CORE * cores_here()
     if n > most:
-        raise RequestError(
-            f"gpus={n}", f"{cores_here()} cores hold at most {most} ranks", f"gpus={most}, or mode=simulate, would work"
-        )
+        rule = f"{cores_here()} cores hold at most {most} ranks"
+        raise RequestError(f"gpus={n}", rule, f"gpus={most}, or mode=simulate, would work")
     kinds = {**rank_bytes, "processes": RANK_OVERHEAD_BYTES}
     need, free = n * sum(kinds.values()), free_bytes()
     if need > free:

@@ -182,7 +182,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     kernel, margin = section.name, None if section.sm_margin == "auto" else section.sm_margin
     workload = kind.build(config, phases)
     cluster = replace(Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], values.seed))
-    implementation = Implementation.build(config.get("implementation") or {"name": OURS.name})
+    implementation = read(Implementation, config.get("implementation") or {"name": OURS.name}, "implementation")
     cluster.refuse(values.gpus)
     refuse_sinks(config, kind)
     refuse_replays(config, problem)

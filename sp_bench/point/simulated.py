@@ -15,7 +15,7 @@ from sp_bench.errors import RequestError
 from sp_bench.plan.ops import BLOCKS
 from sp_bench.point.backing import validated
 from sp_bench.point.choose import Choice, choose_attentions
-from sp_bench.point.counted import counted, executed
+from sp_bench.point.counted import counted, executed, peaks
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
 from sp_bench.point.simulated_record import simulated_record
@@ -108,10 +108,7 @@ def _memory(request: Request, choice: Choice, memory: Memory) -> Memory:
     beside = [request.workload.beside_bytes(request.problem, each.problem) for each in choice.attentions]
     if not any(beside):
         return memory
-    peaks = (
-        account.peak_bytes(one.plans.values(), one.problem, request.cluster.transport) for one in choice.attentions
-    )
-    peak = max(map(sum, zip(peaks, beside, strict=True)))
+    peak = max(map(sum, zip(peaks(request, choice.attentions), beside, strict=True)))
     source = "computed from the plans, with the caches of all layers"
     return replace(memory, peak_mem_bytes_max=peak, peak_mem_bytes_expected=peak, peak_mem_source=source)
 

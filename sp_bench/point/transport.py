@@ -113,10 +113,5 @@ def _not_captured(*, on_cpu: bool, workload: str, of_a_peer: bool = False) -> st
 
 def _notes(options: TransportOptions) -> list[str]:
     """Notes on options that the simulation doesn't know."""
-    given = {
-        "symmetric_memory": options.name == SYMMETRIC.name,
-        "registered_buffers": options.registered_buffers,
-        "cta_policy": options.cta_policy is not None,
-        "cuda_graph": options.cuda_graph,
-    }
+    given = {**vars(options), "symmetric_memory": options.name == SYMMETRIC.name}
     return [note for name, note in _NOTES.items() if given[name]]

@@ -25,7 +25,7 @@ def traced(spec: Spec, iters: int, warmup: int) -> bytes:
     On CPUs only the ranges of operations are kept.
     """
     context = RankContext(dist.get_rank(), device_here(), transport_here, alive=lambda: report("step", step=False))
-    step, clock = spec.prepare(context), clock_of(context.device)
+    step, clock = spec.workload.prepare(spec, context), clock_of(context.device)
 
     def execute() -> None:
         step.untimed()

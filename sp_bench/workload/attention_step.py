@@ -255,9 +255,7 @@ def sinks_of(spec: Spec, problem: Problem, device: torch.device) -> Tensor | Non
 
 
 def given_queries(problem: Problem, rank: int, seed: int, q: Tensor) -> Tensor:
-    """The queries that an engine takes on a rank whose own are q: those, or those of all ranks (random_inputs) where
-    all have them.
-    """
+    """The queries that an engine takes on a rank whose own are q: these or, where all have them, those of all."""
     if not problem.queries_everywhere:
         return q
     counts = [int(problem.queries.tokens(other)) for other in range(problem.n)]

@@ -91,9 +91,7 @@ class Step(ABC):
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, ...]]:
-        """Bytes sent so far, untimed executions included: by lane, tensor and field of a plan, or by operation of a
-        peer's code.
-        """
+        """Bytes sent so far, untimed ones too: by lane, tensor and field of a plan, or by a peer's operation."""
         return self.engine.transport.sent_bytes
 
     @property
@@ -344,11 +342,3 @@ class Spec:
     def executed(self) -> tuple[str, ...]:
         """The phases that ranks execute."""
         return self.workload.executed(self.workload.phases)
-
-    def gate(self, context: RankContext) -> GateErrors:
-        """Errors against fp64 on a scaled-down problem, the same on all ranks. All ranks must call it."""
-        return self.workload.gate(self, context)
-
-    def prepare(self, context: RankContext) -> Step:
-        """Make the inputs and the engine of a step. All ranks must call it."""
-        return self.workload.prepare(self, context)

@@ -160,9 +160,7 @@ class Denoise(Train):
         return {"parameters": costs.parameters_bytes, "activations": costs.activations_bytes}
 
     def flops(self, phase: str, problem: Problem) -> float:
-        """FLOPs of the matrices on each token, 2 N D, and of attention among all of them. Text counts once, whoever
-        computes it again.
-        """
+        """FLOPs of matrices on each token, 2 N D, and of attention among all of them. Text counts once."""
         model, patches = self.model, problem.keys.seqlen
         tokens, width = patches + model.joint_tokens, problem.heads * problem.head_dim
         seen = problem.pairs / (problem.seqlen * problem.keys.seqlen)
@@ -208,9 +206,7 @@ class DenoiseCosts(ForwardCosts):
         return super().after_s() + self._crossed_s()
 
     def embedding_s(self) -> float:
-        """Seconds of what is before the layers: the matrix of patches, the embedding of the time, and the modulations
-        that layers share.
-        """
+        """Seconds of the matrix of patches, the embedding of the time, and modulations that layers share."""
         times_s = 2 * self._modulations_s(1) + self._modulations_s(6 if self.model.modulation == "shared" else 0)
         return times_s + self._product_s(self.model.outputs, self.model.width, tokens=self._patches)
 

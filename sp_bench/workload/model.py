@@ -123,9 +123,7 @@ class Model(Section, frozen=True, kw_only=True):
 
     @property
     def layers_by_attention(self) -> tuple[int, ...]:
-        """How many layers have each of the attentions of Workload.attentions: all, or those that see all and the
-        others.
-        """
+        """How many layers have each of Workload.attentions: all, or those that see all and the others."""
         full = self.layers // self.full_every if self.full_every else 0
         return (full, self.layers - full) if full else (self.layers,)
 

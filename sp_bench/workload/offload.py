@@ -37,9 +37,7 @@ class Offload:
         """Bytes copied to the host so far."""
 
     def hooks(self, parameters: Iterable[Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
-        """A context in which what autograd saves goes to the host, but for parameters (or this rank's shards of them)
-        and views of these.
-        """
+        """A context where what autograd saves goes to the host, but for parameters (or shards) and their views."""
         stay = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         return torch.autograd.graph.saved_tensors_hooks(partial(self._pack, stay), self._unpack)
 

@@ -263,9 +263,7 @@ class TrainStep(Step):
                         attention.backward(dout, saved[index])
 
     def _arbitrary(self) -> tuple[tuple[Tensor, ...], list[Saved]]:
-        """q, k, v and dout of the rank's shape, and what the forward of each attention keeps for its backward. All
-        ranks must call it.
-        """
+        """q, k, v and dout of the rank's shape, and what each forward keeps for its backward. All ranks call it."""
         if self._arbitrary_tensors is None:
             problem, rank, device = self._spec.problem, self._trainer.rank, self._trainer.device
             heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)

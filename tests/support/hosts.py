@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from sp_bench.cluster import Cluster
 from sp_bench.labs.shaped.description import Hosts
+from sp_bench.reading import read
 from tests.support.clusters import cluster
 from tests.support.typed import there
 
@@ -16,7 +17,7 @@ BURST_BYTES = 32768
 def described(**figures: float) -> Hosts:
     """Hosts with links of 20 MB/s, unless `figures` say otherwise."""
     plain = {"link_bytes_per_s": LINK_BYTES_PER_S, "burst_bytes": BURST_BYTES, "payload_share": 0.95, "latency_s": 1e-3}
-    return Hosts.build(plain | figures)
+    return read(Hosts, plain | figures, "cluster.hosts")
 
 
 def on_hosts(

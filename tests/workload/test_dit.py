@@ -77,7 +77,7 @@ def test_the_gate_sees_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes as it is, and not if an engine gets the text of other heads."""
     given = ("model=tiny_dit", "phase=forward", "gpus=1", "method=ring", "seqlen=64", "dtype=float32")
     spec, context = training(*given, *JOINT.split()), jobs.context_of(None, 0)
-    assert spec.gate(context).wrong("float32") == ""
+    assert spec.workload.gate(spec, context).wrong("float32") == ""
     forward = Engine.forward
 
     def of_other_heads(
@@ -86,7 +86,7 @@ def test_the_gate_sees_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(self, q, k, v, held=tuple(x.roll(1, 2) for x in held))
 
     monkeypatch.setattr(Engine, "forward", of_other_heads)
-    assert "out is off by" in spec.gate(context).wrong("float32")
+    assert "out is off by" in spec.workload.gate(spec, context).wrong("float32")
 
 
 @pytest.mark.parametrize(

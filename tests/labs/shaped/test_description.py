@@ -12,6 +12,7 @@ from sp_bench.cli.compose import Composer
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.labs.shaped.description import Hosts
+from sp_bench.reading import read
 from tests.support.clusters import problem
 
 with Composer() as composer:
@@ -99,7 +100,7 @@ def test_bad_figures_are_refused(hosts: dict[str, Any], message: str) -> None:
 
 def test_all_of_it_must_be_there() -> None:
     with pytest.raises(RequestError, match="cluster.hosts.link_bytes_per_s: is missing"):
-        Hosts.build({"burst_bytes": 32768})
+        read(Hosts, {"burst_bytes": 32768}, "cluster.hosts")
     with pytest.raises(RequestError, match="cluster.gpus_per_node: is missing"):
         Cluster.build({key: value for key, value in SHAPED.items() if key not in ("hosts", "gpus_per_node")})
 
