@@ -126,6 +126,33 @@ class Torus(Tier, frozen=True, kw_only=True, tag_field="kind", tag="torus"):
         """An empty list: no link is shared by the GPUs below it."""
         return []
 
+    @property
+    def wires(self) -> int:
+        """How many links each GPU sends on: one in either direction of each dimension."""
+        return 2 * len(self.shape)
+
+    def hops(self, a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
+        """The links that flows from GPU a to GPU b of the same node cross, (F,) each, -1 for none: dimension by
+        dimension, the shorter way round.
+
+        GPUs of a node count the last of D dimensions fastest. Link 2 (D g + d) + s leaves GPU g along dimension d,
+        upwards (s = 0) or downwards (1).
+        """
+        shape, node = self.shape, math.prod(self.shape)
+        links, first = [], self.wires * (a // node * node)
+        at = list(np.unravel_index(a % node, shape))
+        for dimension, (size, target) in enumerate(zip(shape, np.unravel_index(b % node, shape), strict=True)):
+            distance = target - at[dimension]
+            if self.wrap:
+                distance = (distance + size // 2) % size - size // 2
+            way = np.sign(distance)
+            for _ in range(size // 2 if self.wrap else size - 1):
+                node_at = np.ravel_multi_index(at, shape)
+                moves = at[dimension] != target
+                links.append(np.where(moves, first + 2 * (len(shape) * node_at + dimension) + (way < 0), -1))
+                at[dimension] = (at[dimension] + moves * way) % size
+        return links
+
 
 Intra = Switch | FullMesh | PcieTree | Torus
 """The network inside a node, by `kind`; switch if there is none."""

@@ -7,7 +7,7 @@ in this order where a cluster has them, with g GPUs to a node:
 | class | of each | number in its block |
 |---|---|---|
 | pair | GPU to each of its node (full_mesh) | from * g + to % g |
-| wire | GPU to its neighbours (torus) | sp_bench/cluster/torus.py |
+| wire | GPU to its neighbours (torus) | Torus.hops |
 | port out, port in | GPU (switch, pcie_tree) | GPU |
 | uplink out, uplink in | PCIe switch (pcie_tree) | GPU // gpus_per_switch |
 | socket out, socket in | socket (pcie_tree) | GPU // gpus_per_socket |
@@ -25,7 +25,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
-from sp_bench.cluster import torus
 from sp_bench.cluster.tiers import SECONDS, Crossing, FullMesh, Inter, Intra, Level, PcieTree, Switch, Torus, climb
 from sp_bench.errors import RequestError
 from sp_bench.plan.patterns import divisors
@@ -154,7 +153,7 @@ class Topology(Section, frozen=True, kw_only=True):
         if isinstance(self.intra, FullMesh):
             blocks["pair"] = gpus * g, self.intra.bytes_per_s / max(g - 1, 1)
         if isinstance(self.intra, Torus):
-            blocks["wire"] = gpus * torus.wires(self.intra.shape), self.intra.bytes_per_s
+            blocks["wire"] = gpus * self.intra.wires, self.intra.bytes_per_s
         for level in [*self.intra.levels(), *self.between(g)]:
             both = f"{level.name} out", f"{level.name} in"
             blocks |= dict.fromkeys(both, (-(-gpus // level.gpus), level.bytes_per_s))
@@ -230,7 +229,7 @@ class Network:
         latency_s, rate_cap = np.where(near, intra.latency_s, 0.0), np.where(near, intra.flow_bytes_per_s, math.inf)
         inside = [("pair", a * g + b % g)] if isinstance(intra, FullMesh) else climb(intra.levels(), a, b)
         if isinstance(intra, Torus):
-            inside = [("wire", wire) for wire in torus.hops(intra.shape, intra.wrap, a, b)]
+            inside = [("wire", wire) for wire in intra.hops(a, b)]
         across = []
         if inter:
             latency_s[apart], rate_cap[apart] = inter.latency_s, inter.flow_bytes_per_s

@@ -116,7 +116,8 @@ class TimedPoint:
         if context.cuda_graph:  # replays use the memory of their captures
             memory.forget_peak()
             self._step.capture()
-        self._memory = replace(memory.peak(live.peak, self._step.outside_bytes), kinds=self._step.memory())
+        outside_bytes = self._step.engine.transport.outside_bytes
+        self._memory = replace(memory.peak(live.peak, outside_bytes), kinds=self._step.memory())
         if context.cuda_graph:
             for action in self._actions[1:]:  # no capture is timed
                 self._execute(action, None)
@@ -147,7 +148,7 @@ class TimedPoint:
 
     def result(self, gate: GateErrors) -> RankResult:
         """This rank's result of the point. Closes the step."""
-        shares = self._step.shares
+        engine = self._step.engine
         result = RankResult(
             gate=gate,
             samples=Samples.of(self._rows),
@@ -156,11 +157,11 @@ class TimedPoint:
             link_sent_bytes=tuple(self._link_sent_bytes),
             finite=self._step.finite(),
             losses=tuple(self._step.losses),
-            kernel=self._step.kernel_name,
+            kernel=engine.kernel_name,
             notes=self._step.notes,
-            communicators=self._step.communicators,
-            lane_ctas=shares.lane_ctas if shares else None,
-            sm_margin=shares.margin if shares else None,
+            communicators=engine.transport.communicators,
+            lane_ctas=engine.shares.lane_ctas if engine.shares else None,
+            sm_margin=engine.shares.margin if engine.shares else None,
             gpu=self._watch.taken() if self._watch else None,
             device=device_versions(),
             machine=boot_id(),

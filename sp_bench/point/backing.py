@@ -216,7 +216,7 @@ def validated(request: Request, choice: Choice) -> Validation:
         return Validation(kind, None, f"measurements of {kind} have no stragglers")
     if request.asked().sinks:
         return Validation(kind, None, f"measurements of {kind} have no sinks")
-    if request.transport != DEFAULT_TRANSPORT:
+    if request.cluster.transport_options != DEFAULT_TRANSPORT:
         return Validation(kind, None, f"measurements of {kind} are of the default transport")
     if choice.problem.padded:
         return Validation(kind, None, f"measurements of {kind} have no padded heads")

@@ -300,7 +300,7 @@ def least_computed_s(request: Request) -> float:
     for method, problem in unplanned(request, [request.ours]):
         problem = method.assigned(problem)
         if problem not in bounds_s:
-            bounds_s[problem] = sum(blocks_s(method, problem, phase, cluster) for phase in request.plan_phases)
+            bounds_s[problem] = sum(blocks_s(method, problem, phase, cluster) for phase in request.workload.plan_phases)
     return min(bounds_s.values())
 
 
@@ -408,7 +408,9 @@ def plans_of(request: Request) -> Mapping[str, Plan]:
 def _plan(method: Method, problem: Problem, request: Request) -> Choice:
     problem = method.assigned(problem)
     costs = costs_for(request, problem)
-    return Choice(method, problem, LazyPlans(request.plan_phases, lambda p: method.plan(problem, p, costs)), {}, None)
+    return Choice(
+        method, problem, LazyPlans(request.workload.plan_phases, lambda p: method.plan(problem, p, costs)), {}, None
+    )
 
 
 def costs_for(request: Request, problem: Problem) -> CostProfile:

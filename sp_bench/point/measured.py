@@ -137,7 +137,7 @@ def spec_of(request: Request, choice: Choice | None) -> Spec:
         seed=request.seed,
         verify=request.verify,
         parts=request.parts,
-        transport=request.transport,
+        transport=request.cluster.transport_options,
     )
 
 

@@ -139,7 +139,7 @@ def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tupl
     margin = min((rank.sm_margin for rank in ranks if rank.sm_margin is not None), default=None)
     ctas = min((rank.lane_ctas for rank in ranks if rank.lane_ctas is not None), default=None)
     setup = replace(setup, kernel=first.kernel, sm_margin=margin, lane_ctas=ctas)
-    if request.transport.cuda_graph:
+    if request.cluster.transport_options.cuda_graph:
         registers = first.device.get(GRAPH_REGISTER, "1")
         setup = replace(setup, transport=f"{setup.transport}, {GRAPH_REGISTER}={registers}")
     notes += dict.fromkeys(note for rank in ranks for note in rank.notes)

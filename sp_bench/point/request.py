@@ -15,7 +15,7 @@ from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.errors import RequestError
 from sp_bench.extras import require
 from sp_bench.launch import Launch
-from sp_bench.lower import TransportKind, TransportOptions
+from sp_bench.lower import TransportKind
 from sp_bench.machine import Devices, cores_here
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.method import CollectiveMethod, Method
@@ -109,21 +109,6 @@ class Request:
         """The phases that are timed or simulated, in order."""
         return self.workload.phases
 
-    @property
-    def plan_phases(self) -> tuple[str, ...]:
-        """The phases of the method's plans that these execute."""
-        return self.workload.plan_phases
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether ranks compute on CPUs, or are simulated to."""
-        return self.cluster.cores is not None if self.mode == "simulate" else self.devices.kind == "cpu"
-
-    @property
-    def transport(self) -> TransportOptions:
-        """The transport that carries transfers."""
-        return self.cluster.transport_options
-
     def asked(self) -> Asked:
         """The part of the record that has the request."""
         return replace(
@@ -136,11 +121,13 @@ class Request:
 
     def setup(self) -> Setup:
         """The part of the record that has the setup, as far as the request determines it."""
+        on_cpu = self.cluster.cores is not None if self.mode == "simulate" else self.devices.kind == "cpu"
+        transport = self.cluster.transport_options.described(on_cpu=on_cpu)
         return Setup(
             layout=self.problem.layout.name,
             nodes=self.cluster.nodes(self.problem.n * self.workload.groups),
             device_name=self.cluster.device.name,
-            transport=None if isinstance(self.method, Peer) else self.transport.described(on_cpu=self.on_cpu),
+            transport=None if isinstance(self.method, Peer) else transport,
         )
 
     def record(

@@ -186,7 +186,7 @@ def _least_bytes(request: Request, problem: Problem) -> int:
     method, profile, transport = request.ours, request.cluster.profile(problem), request.cluster.transport
     return min(
         account.peak_bytes(
-            [m.plan(problem, phase, profile) for phase in request.plan_phases], m.assigned(problem), transport
+            [m.plan(problem, phase, profile) for phase in request.workload.plan_phases], m.assigned(problem), transport
         )
         for m in method.on_nodes(problem, request.cluster.neighbours(problem.n))
     )

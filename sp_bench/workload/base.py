@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from sp_bench.run.executor import Action
     from sp_bench.run.graphs import GraphedEngine
     from sp_bench.run.holdings import LiveBytes
-    from sp_bench.run.sms import SmShares
     from sp_bench.run.transport import Transport
 
 
@@ -65,29 +64,9 @@ class Step(ABC):
         """The engine; one of several."""
 
     @property
-    def kernel_name(self) -> str:
-        """The kernel of its attention blocks."""
-        return self.engine.kernel_name
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """Notes on its kernels for a reader of its times."""
         return self.engine.notes
-
-    @property
-    def communicators(self) -> tuple[str, ...]:
-        """NCCL's communicators that its attention uses, in words; empty without NCCL, or for a peer."""
-        return self.engine.transport.communicators
-
-    @property
-    def outside_bytes(self) -> int:
-        """Bytes of a GPU that its attention's buffers take outside of torch's allocator."""
-        return self.engine.transport.outside_bytes
-
-    @property
-    def shares(self) -> SmShares | None:
-        """The shares of the GPU that lanes and blocks take; None on a CPU, or for a peer."""
-        return self.engine.shares
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, ...]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sp_bench.calibrating import layers
+from sp_bench.calibrating import kernels
 from sp_bench.calibrating.clock import cpu_seconds
 from sp_bench.calibrating.cluster_file import scaled_device
 from sp_bench.calibrating.layer_figures import layer_of, layer_rates
@@ -69,9 +69,9 @@ def test_layers_can_be_timed_by_a_clock_that_calls_again(monkeypatch: pytest.Mon
         call(*arguments)
         return cpu_seconds(call, *arguments)
 
-    monkeypatch.setattr(layers, "CLOCKS", {"cpu": again})
-    monkeypatch.setattr(layers, "report", lambda step: None)
+    monkeypatch.setattr(kernels, "CLOCKS", {"cpu": again})
+    monkeypatch.setattr(kernels, "report", lambda step: None)
     costs = Costs()
-    layers.measure_layers(SETTING, costs)
+    kernels.measure_layers(SETTING, costs)
     assert set(costs.layers_s) == set(product(PHASES, SETTING.sizes))
     assert min(map(min, costs.layers_s.values())) > 0

@@ -59,7 +59,7 @@ def test_the_memory_of_graphs_is_that_of_their_capture(graphs: bool, monkeypatch
 
     class Step:
         sent_bytes: ClassVar[Counter[tuple[str, ...]]] = Counter()
-        outside_bytes = 0
+        engine = SimpleNamespace(transport=SimpleNamespace(outside_bytes=0))
 
         def untimed(self) -> None: ...
 
@@ -86,8 +86,8 @@ def test_the_memory_of_graphs_is_that_of_their_capture(graphs: bool, monkeypatch
     context = RankContext(0, torch.device("cpu"), no_transport, alive=lambda: None, cuda_graph=graphs)
     monkeypatch.setattr(job, "_context", lambda index, spec: context)
     monkeypatch.setattr(job, "MemoryWatch", Memory)
-    phases = SimpleNamespace(phases=("forward",))
-    asked = SimpleNamespace(workload=phases, alone=None, prepare=lambda context: Step(), verify=False, parts=True)
+    workload = SimpleNamespace(phases=("forward",), prepare=lambda spec, context: Step())
+    asked = SimpleNamespace(workload=workload, alone=None, verify=False, parts=True)
     job.TimedPoint(0, asked)  # type: ignore[arg-type]
     whole = ["forget", "counted"]
     of_graphs = ["forget", "capture", "peak", Action.COMPUTE.value, Action.COMMUNICATION.value]

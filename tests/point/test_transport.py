@@ -75,7 +75,7 @@ def test_what_cannot_carry_a_point_is_refused(overrides: tuple[str, ...], messag
 )
 def test_where_nothing_can_be_captured_auto_says_so(overrides: tuple[str, ...], why: str) -> None:
     asked = point(*overrides, "cuda_graph=auto")
-    assert asked.transport == DEFAULT_TRANSPORT
+    assert asked.cluster.transport_options == DEFAULT_TRANSPORT
     assert any(note.startswith(f"cuda_graph=auto: nothing is replayed, as {why}") for note in asked.notes)
 
 
