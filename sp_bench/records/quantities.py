@@ -9,9 +9,15 @@ nested values stay in the record. None means not known. Names carry units: times
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from sp_bench.records.rows import SUMMARY, Result, Setting
+
+Time = partial(Result, better="less", noisy=True)
+Rate = partial(Result, better="more", noisy=True, interval="inverse")
+Sent = partial(Result, unit="GB", factor=1e-9, better="less")
+"""How times, what is computed a second, and bytes that are sent are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +136,7 @@ class Setup:
     candidates: list[dict[str, Any]] | None = None
     """If an option was auto: every variant with its simulated time and peak memory, or a lower bound on its time. Of a
     prompt in several chunks none: each has its own."""
-    planning_ms: Annotated[float | None, Result("planning of a new pack", "ms", better="less", noisy=True)] = None
+    planning_ms: Annotated[float | None, Time("planning of a new pack", "ms")] = None
     """With mask=document: how long a core of the machine that wrote the record takes to plan a pack that is new to it,
     for the first rank: to assign tokens, and to find plans, rows and regions (point.planning). No part of the step."""
 
@@ -141,9 +147,7 @@ class Timing:
 
     how: ClassVar[str] = "measured or simulated"
 
-    step_ms_median: Annotated[float | None, Result("step time", "ms", better="less", noisy=True, interval="direct")] = (
-        None
-    )
+    step_ms_median: Annotated[float | None, Time("step time", "ms", interval="direct")] = None
     """The median step."""
     step_ms_p25: float | None = None
     """The first quartile."""
@@ -158,13 +162,9 @@ class Timing:
     measurements like it (validation); None where there are none."""
     step_ms_validated_high: float | None = None
     """Simulated: the longest step that would be measured in two of three cases."""
-    forward_ms_median: Annotated[
-        float | None, Result("forward time", "ms", better="less", noisy=True, interval="of simulated")
-    ] = None
+    forward_ms_median: Annotated[float | None, Time("forward time", "ms", interval="of simulated")] = None
     """The median of the forward."""
-    backward_ms_median: Annotated[
-        float | None, Result("backward time", "ms", better="less", noisy=True, interval="of simulated")
-    ] = None
+    backward_ms_median: Annotated[float | None, Time("backward time", "ms", interval="of simulated")] = None
     """The median of the backward."""
     update_ms_median: float | None = None
     """The end of a training step: the summation of gradients over the ranks, and the optimizer."""
@@ -187,15 +187,11 @@ class Rates:
 
     iters_per_s: float | None = None
     """Steps per second."""
-    tokens_per_s: Annotated[
-        float | None, Result("throughput", "tokens/s", better="more", noisy=True, interval="inverse")
-    ] = None
+    tokens_per_s: Annotated[float | None, Rate("throughput", "tokens/s")] = None
     """Tokens of the sequences per second, on all GPUs together."""
-    tflops_per_gpu: Annotated[
-        float | None, Result("model FLOP/s per GPU", "TFLOP/s", better="more", noisy=True, interval="inverse")
-    ] = None
+    tflops_per_gpu: Annotated[float | None, Rate("model FLOP/s per GPU", "TFLOP/s")] = None
     """Model FLOPs: a causal mask counts half, a backward 2.5 times its forward."""
-    mfu: Annotated[float | None, Result("MFU", "%", 100.0, better="more", noisy=True, interval="inverse")] = None
+    mfu: Annotated[float | None, Rate("MFU", "%", 100.0)] = None
     """Model FLOP utilisation; None if the device's peak is not known."""
 
 
@@ -205,9 +201,9 @@ class Traffic:
 
     how: ClassVar[str] = "counted"
 
-    comm_bytes_per_gpu: Annotated[float | None, Result("sent per GPU", "GB", 1e-9, better="less")] = None
+    comm_bytes_per_gpu: Annotated[float | None, Sent("sent per GPU")] = None
     """The mean over the GPUs: counted from the tensors that were sent if measured, otherwise from the plan."""
-    comm_bytes_busiest_gpu: Annotated[int | None, Result("sent by the busiest GPU", "GB", 1e-9, better="less")] = None
+    comm_bytes_busiest_gpu: Annotated[int | None, Sent("sent by the busiest GPU")] = None
     """The bytes of the GPU that sends most."""
     comm_bytes_expected: Annotated[float | None, Result("closed form of sent per GPU", "GB", 1e-9)] = None
     """The value of the method's closed form; None with packed documents, which have none."""
@@ -219,9 +215,7 @@ class Traffic:
     """The share of lse in comm_bytes_per_gpu. Papers leave it out."""
     comm_bytes_by_lane: Annotated[dict[str, float] | None, Result()] = None
     """comm_bytes_per_gpu by phase, lane, tensor and field."""
-    comm_bytes_across_nodes_max: Annotated[
-        int | None, Result("sent to other nodes by the busiest GPU", "GB", 1e-9, better="less")
-    ] = None
+    comm_bytes_across_nodes_max: Annotated[int | None, Sent("sent to other nodes by the busiest GPU")] = None
     """The bytes to other nodes of the rank that sends most of them."""
     comm_bytes_by_link: Annotated[dict[str, float] | None, Result()] = None
     """Bytes that cross each class of links (port, nic, ...), divided by the number of GPUs."""
@@ -272,7 +266,7 @@ class Breakdown:
     """core_ms_mean for the plans without transfers."""
     communication_only_core_ms_mean: float | None = None
     """The same for the plans without blocks."""
-    exposed_comm_ms: Annotated[float | None, Result("exposed communication", "ms", better="less", noisy=True)] = None
+    exposed_comm_ms: Annotated[float | None, Time("exposed communication", "ms")] = None
     """The step minus compute_only_ms_median or, if that was not measured, minus compute_ms. Measured: at least 0."""
     kernels_ms: float | None = None
     """Measured: time in block kernels of the rank with most."""
@@ -280,11 +274,11 @@ class Breakdown:
     """Measured: time in folds of the rank with most."""
     interpreter_ms: float | None = None
     """Measured: on a CPU the time of blocks outside kernels and folds; on a GPU the time to queue the whole step."""
-    host_share: Annotated[float | None, Result("queueing over step", better="less", noisy=True)] = None
+    host_share: Annotated[float | None, Time("queueing over step")] = None
     """Measured on GPUs: interpreter_ms over the step, or over alone_ms_median. Above 0.8 the step is host-bound."""
     rank_idle_ms_max: float | None = None
     """Simulated: how long the first rank to end waits for the last, over all phases."""
-    rank_imbalance: Annotated[float | None, Result("busiest rank over mean", better="less", noisy=True)] = None
+    rank_imbalance: Annotated[float | None, Time("busiest rank over mean")] = None
     """Blocks and folds of the busiest rank, divided by the mean of all ranks."""
 
 
@@ -388,9 +382,7 @@ class Prompt:
     """Tokens that are cached before the first chunk."""
     chunks: Annotated[int | None, Setting("chunks")] = None
     """The number of chunks."""
-    ttft_s: Annotated[
-        float | None, Result("time to first token", "s", better="less", noisy=True, interval="direct")
-    ] = None
+    ttft_s: Annotated[float | None, Time("time to first token", "s", interval="direct")] = None
     """Seconds from the beginning of the prompt to its first token: with a model all layers and the last token's head;
     without one the attention of one layer over all chunks, which is only its share. The median if measured."""
     chunk_ms: list[float] | None = None
