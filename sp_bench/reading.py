@@ -199,7 +199,7 @@ def _explained(error: msgspec.ValidationError, kind: Any, value: Any, path: str)
         section = _section(info, value)
         if section and key == section.tag_field:
             known = [str(member.tag) for member in _members(info) if isinstance(member, inspect.StructType)]
-            return unknown(_dot(dotted, key), _text(value[key]), known)
+            return unknown(_dot(dotted, key), as_yaml(value[key]), known)
         info, value, dotted = _below(section or info, key)[0], value[key], _dot(dotted, key)
     if len(parts) == len(keys) + 1 and isinstance(value, list):
         lists = [member for member in _members(info) if isinstance(member, inspect.ListType)]
@@ -221,7 +221,7 @@ def _explained(error: msgspec.ValidationError, kind: Any, value: Any, path: str)
     if place["of_a_key"]:
         table = next(member for member in members if isinstance(member, inspect.DictType))
         info, value = table.key_type, next(iter(value))
-    return RequestError(f"{dotted}={_text(value)}", f"must be {_words(info)}", f"{would_work} would work")
+    return RequestError(f"{dotted}={as_yaml(value)}", f"must be {_words(info)}", f"{would_work} would work")
 
 
 def _would_work(info: inspect.Type, value: Any) -> list[Any]:
@@ -273,7 +273,7 @@ def _with_only(value: Any, keys: list[Any], only: Any) -> Any:
     return {**value, first: _with_only(value[first], rest, only)}
 
 
-def _text(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """The value as YAML."""
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 

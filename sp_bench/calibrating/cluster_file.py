@@ -10,8 +10,10 @@ import numpy as np
 from sp_bench.calibrating.layer_figures import layer_rates
 from sp_bench.calibrating.setting import Costs, Links, Samples, Setting
 from sp_bench.cluster.device import DeviceCosts
+from sp_bench.cluster.device_section import DeviceSection
 from sp_bench.cluster.kernel_table import RATES
 from sp_bench.plan.problem import flops_per_pair
+from sp_bench.reading import read
 
 DIGITS = 4
 LEAST_WORK = 0.1
@@ -62,7 +64,8 @@ def device_rates(setting: Setting, costs: Costs) -> dict[str, Any]:
         "sum_bytes_per_s": rounded(costs.sum_bytes / _work_s(_median(costs.sum_s), 2 * launch_s)),
         "launch_s": rounded(launch_s),
     }
-    layers = layer_rates(setting, costs, DeviceCosts.build({"name": "", "peak_tflops": {}, **keys}))
+    section = read(DeviceSection, {"name": "", "peak_tflops": {}, **keys}, "cluster.device")
+    layers = layer_rates(setting, costs, DeviceCosts.of(section))
     matmul = {dtype: rounded(rate) for dtype, rate in layers.pop("matmul_tflops").items()}
     return keys | {"matmul_tflops": matmul} | {name: rounded(figure) for name, figure in layers.items()}
 

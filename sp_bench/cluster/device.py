@@ -23,7 +23,6 @@ from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import DTYPE_BYTES, Problem, flops_per_pair
 from sp_bench.plan.region_table import Sizes, rows_seen, table_of
 from sp_bench.plan.regions import Region, RegionKind
-from sp_bench.reading import read
 
 AS_GIVEN = (
     *("name", "peak_tflops", "memory_bytes", "memory_bytes_per_s", "launch_s", "transfer_slowdown", "caches"),
@@ -60,11 +59,6 @@ class DeviceCosts(MemoryCosts):
     """Bandwidth of copies to pinned memory of the host, or from it; None: not known."""
     caches: CacheReads | None = None
     """Figures of kernels for decoding; None: not known."""
-
-    @classmethod
-    def build(cls, config: Any) -> Self:
-        """The device of a conf/cluster file. Raises RequestError for an invalid key or value."""
-        return cls.of(read(DeviceSection, config, "cluster.device"))
 
     @classmethod
     def of(cls, section: DeviceSection) -> Self:

@@ -16,7 +16,10 @@ _MEMORY_RATE = figure(1e8, 5e13, "bytes/s of each GPU's memory, reads plus write
 
 
 class DeviceSection(Section, frozen=True, kw_only=True):
-    """The section `device` of a cluster file (fields as in DeviceCosts and KernelTable)."""
+    """The section `device` of a cluster file: fields as in DeviceCosts, and `sms`, the number of multiprocessors.
+
+    Rates that are missing are memory_bytes_per_s, and a missing layer_launch_s is launch_s.
+    """
 
     name: str
     rates: Annotated[
@@ -26,23 +29,17 @@ class DeviceSection(Section, frozen=True, kw_only=True):
     kernel: str | None = None
     """The kernel whose tables are used first where kernel=auto; None: the first table that fits."""
     sms: Annotated[Count, figure(1, 1000, "multiprocessors of each GPU")] | None = None
-    """The number of multiprocessors."""
     peak_tflops: dict[str, Annotated[Positive, _TFLOPS]]
     matmul_tflops: dict[str, Annotated[Positive, _TFLOPS]] | None = None
     """TFLOP/s of large matrix products; None: no training step is simulated."""
     memory_bytes: Annotated[Positive, figure(1e9, 5e12, "bytes of each GPU's memory")] | None = None
     memory_bytes_per_s: Annotated[Positive, _MEMORY_RATE]
     fold_bytes_per_s: Annotated[Positive, _MEMORY_RATE] | None = None
-    """Bytes/s of a fold; None: memory_bytes_per_s."""
     sum_bytes_per_s: Annotated[Positive, _MEMORY_RATE] | None = None
-    """Bytes/s of adding a gradient to its accumulator, and of casts; None: memory_bytes_per_s."""
     repeat_bytes_per_s: Annotated[Positive, _MEMORY_RATE] | None = None
-    """Bytes/s of repeating keys for all query heads and of adding over heads; None: memory_bytes_per_s."""
     launch_s: Annotated[NotNegative, figure(0, 1e-2, "seconds of each kernel")]
     elementwise_bytes_per_s: Annotated[Positive, _MEMORY_RATE] | None = None
-    """Bytes/s of what a layer does element by element; None: memory_bytes_per_s."""
     layer_launch_s: Annotated[NotNegative, figure(0, 1e-1, "seconds of each kernel")] | None = None
-    """Seconds of a kernel's launch in a layer, outside its attention; None: launch_s."""
     host_bytes_per_s: Annotated[Positive, figure(1e9, 1e12, "bytes/s from a GPU to its host")] | None = None
     """Bytes/s of copies to pinned memory of the host, or from it, of each GPU while all copy; None: not known."""
     caches: CacheReads | None = None

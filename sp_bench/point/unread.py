@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sp_bench.point.mode import Mode
+from sp_bench.reading import as_yaml
 from sp_bench.resources import point_keys
 from sp_bench.workload import WORKLOADS
 
@@ -30,7 +31,7 @@ def notes(config: Mapping[str, Any], mode: Mode) -> list[str]:
 def _given(config: Mapping[str, Any], keys: Sequence[str]) -> str:
     """Those of the keys that have other values than their defaults, with these; empty if none has."""
     given = {key: value for key in keys if (value := _at(config, key)) != _default(key)}
-    return ", ".join(f"{key}={_text(value)}" for key, value in given.items())
+    return ", ".join(f"{key}={as_yaml(value)}".replace("'", "") for key, value in given.items())
 
 
 def _of_others(workload: str) -> list[str]:
@@ -60,8 +61,3 @@ def _default(key: str) -> Any:
     group, _, name = key.rpartition(".")
     defaults = point_keys()
     return "auto" if group == "kernel" else (defaults[group] if group else defaults)[name]
-
-
-def _text(value: Any) -> str:
-    """A value as it is written in an argument."""
-    return {"True": "true", "False": "false", "None": "null"}.get(str(value), str(value).replace("'", ""))

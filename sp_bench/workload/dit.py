@@ -117,14 +117,9 @@ class Denoise(Train):
         return self
 
     @property
-    def layers(self) -> int:
-        """How many attentions a step has, one after another."""
-        return self.model.layers
-
-    @property
     def layers_by_attention(self) -> tuple[int, ...]:
         """All layers, which are of one kind."""
-        return (self.layers,)
+        return (self.model.layers,)
 
     @classmethod
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
@@ -135,7 +130,7 @@ class Denoise(Train):
         return self.phases
 
     def times_executed(self, phase: str, attention: int = 0) -> Mapping[str, int]:
-        return {phase: self.layers}
+        return {phase: self.model.layers}
 
     def sent_otherwise(self, phase: str, problem: Problem) -> Mapping[tuple[str, ...], int]:
         """Nothing: neither text nor cross-attention to it is sent beside the plans."""
@@ -168,8 +163,8 @@ class Denoise(Train):
         of_text = sum(a * b for a, b in model.text_matrices(problem).values()) * model.text_tokens
         of_tokens = sum(a * b for a, b in model.layer_matrices(problem).values()) * tokens
         both_ends = 2 * model.outputs * model.width * patches
-        matrices = 2.0 * (self.layers * (of_tokens + of_text) + both_ends)
-        return problem.batch * (matrices + 4.0 * self.layers * pairs * width)
+        matrices = 2.0 * (model.layers * (of_tokens + of_text) + both_ends)
+        return problem.batch * (matrices + 4.0 * model.layers * pairs * width)
 
     def gate(self, spec: Spec, context: RankContext) -> GateErrors:
         """Errors of the patches, and of the attention of each layer, of a narrow model against one process in fp64."""

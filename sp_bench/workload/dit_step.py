@@ -64,7 +64,7 @@ class DenoiseStep(Step):
         self._attention.begin(action, of_attention)
         if action is Action.COMMUNICATION:
             given = self._arbitrary()
-            for _ in range(self._workload.layers):
+            for _ in range(self._workload.model.layers):
                 self._attention.forward(*given)
             return
         with self._measured() if live else ExitStack():

@@ -13,6 +13,7 @@ from sp_bench import records
 from sp_bench.__main__ import main as bench
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.device import DeviceCosts
+from sp_bench.cluster.device_section import DeviceSection
 from sp_bench.cluster.kernel_table import RATES, KernelTable, Rates, Surface
 from sp_bench.cluster.waves import Waves, _makespan
 from sp_bench.errors import RequestError
@@ -51,7 +52,7 @@ def table(**other: Any) -> dict[str, Any]:
 
 def device(rates: Any = None, **other: Any) -> DeviceCosts:
     base = {"name": "test", "peak_tflops": {}, "memory_bytes_per_s": 1e12, "launch_s": 0.0, "sms": 132}
-    return DeviceCosts.build({**base, "rates": rates or {"fast": table()}, **other})
+    return DeviceCosts.of(read(DeviceSection, {**base, "rates": rates or {"fast": table()}, **other}, "cluster.device"))
 
 
 def problem(tokens: int, *, batch: int = 1, heads: int = 16, causal: bool = False, **other: Any) -> Problem:
@@ -87,7 +88,8 @@ def test_published_points_come_out_in_their_own_configuration(tokens: int, phase
 def test_every_preset_returns_its_own_points(name: str) -> None:
     config = content(name)["device"]
     for entry in config["rates"].values():
-        costs = DeviceCosts.build({**config, "rates": {"kernel": entry}, "kernel": None, "launch_s": 0.0})
+        section = {**config, "rates": {"kernel": entry}, "kernel": None, "launch_s": 0.0}
+        costs = DeviceCosts.of(read(DeviceSection, section, "cluster.device"))
         dtype, factor = next(iter(entry["dtypes"].items()))
         heads, total = entry.get("heads", 8), entry.get("total_tokens")
         for tokens, rate in entry["forward_full"].items():
