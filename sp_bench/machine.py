@@ -52,7 +52,7 @@ def gpus_here(environment: Mapping[str, str] = os.environ, devices: Path = Path(
 
 
 def output_of(*command: str, environment: Mapping[str, str] | None = None) -> str | None:
-    """What a command prints; None if it isn't here, fails, or takes more than a minute."""
+    """The output of a command; None if it isn't here, fails, or takes more than a minute."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     except (OSError, subprocess.TimeoutExpired):
