@@ -119,7 +119,7 @@ def _address(node: str) -> str:
     try:
         socket.getaddrinfo(node, None)
     except OSError:
-        shown = output_of("scontrol", "show", "node", node, "--oneliner")
+        shown = output_of("scontrol", "show", "node", node, "--oneliner", timeout_s=30)
         match = re.search(r"\bNodeAddr=(\S+)", shown or "")
         return match[1] if match else node
     return node

@@ -51,10 +51,10 @@ def gpus_here(environment: Mapping[str, str] = os.environ, devices: Path = Path(
     return gpus if visible is None else min(gpus, len([name for name in visible.split(",") if name.strip()]))
 
 
-def output_of(*command: str, environment: Mapping[str, str] | None = None) -> str | None:
-    """The output of a command; None if it isn't here, fails, or takes more than a minute."""
+def output_of(*command: str, timeout_s: float = 60, environment: Mapping[str, str] | None = None) -> str | None:
+    """The output of a command; None if it isn't here, fails, or takes longer than `timeout_s`."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -58,5 +58,5 @@ def _is_checkout(root: Path) -> bool:
 def git(root: Path, *arguments: str) -> str | None:
     """The output of a git command; None if it fails. GIT_* variables, as in a hook, may name another repository."""
     elsewhere = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    shown = output_of("git", "-C", str(root), *arguments, environment=elsewhere)
+    shown = output_of("git", "-C", str(root), *arguments, timeout_s=10, environment=elsewhere)
     return None if shown is None else shown.strip()
