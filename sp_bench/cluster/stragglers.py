@@ -69,8 +69,4 @@ class Stragglers(StragglerSection, frozen=True, kw_only=True):
 
     def as_record(self) -> dict[str, Any] | None:
         """The stragglers as a record has them; None if there are none."""
-        if not self:
-            return None
-        links = {name: {str(i): share for i, share in entries.items()} for name, entries in self.links.items()}
-        ranks = {str(rank): factor for rank, factor in self.ranks.items()}
-        return {"ranks": ranks, "links": links, "jitter": self.jitter, "seed": self.seed}
+        return msgspec.to_builtins(self, str_keys=True) if self else None
