@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sp_bench.kernels import KERNELS, BlockKernel, fold_
-from sp_bench.kernels.contract import empty_output, harmless
+from sp_bench.kernels.contract import Kind, empty_output, harmless
 from sp_bench.kernels.reference import Reference
 from sp_bench.plan.regions import RegionKind
 from tests.kernels.cases import ON_CPU, Case, cases, one_dtype_cases
@@ -280,7 +280,7 @@ def test_a_bound_call_of_a_kernel_with_checks_of_its_own_has_them() -> None:
     class Watched(Reference):
         called = 0
 
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: RegionKind) -> tuple[Tensor, Tensor]:
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Kind) -> tuple[Tensor, Tensor]:
             self.called += 1
             return super().forward(q, k, v, mask)
 

@@ -29,4 +29,4 @@ def test_points_and_refusals_of_a_slurm_sweep_are_in_its_group():
     assert points
     assert refused
     assert {point.config["logger"]["group"] for point in points} == {"cpu_methods"}
-    assert {fields.group(each.record.to_dict()) for each in refused} == {"cpu_methods"}
+    assert {fields.group(record.to_dict()) for _, record in refused} == {"cpu_methods"}

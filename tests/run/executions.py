@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sp_bench.kernels import KERNELS
 from sp_bench.kernels.aten_cpu import AtenCpu
+from sp_bench.kernels.contract import Kind
 from sp_bench.methods import build
 from sp_bench.plan import CostProfile, Method, Plan, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
@@ -37,7 +38,7 @@ CPU = torch.device("cpu")
 class LikeAGpus(AtenCpu):
     """Its lse is contiguous: else a lane would make it so, and for that wait for all blocks."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: RegionKind) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Kind) -> tuple[Tensor, Tensor]:
         out, lse = super().forward(q, k, v, mask)
         return out, lse.contiguous()
 

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from sp_bench import account
 from sp_bench.check import check_all
-from sp_bench.cluster.device import DeviceCosts
+from sp_bench.cluster.device import DeviceCosts, DeviceSection
 from sp_bench.lower import lower
 from sp_bench.lower.transports import GLOO
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Block, Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.reading import read
 from sp_bench.resources import conf_content, conf_files
 from sp_bench.run.engine import Engine
 from sp_bench.run.holdings import LiveBytes
@@ -137,7 +138,7 @@ def _seconds(plan: Plan, problem: Problem, rank: int, unit: Callable[[Any], Any]
             return 1e6 * unit(tokens)
 
     files = conf_files("cluster")
-    device = Slow.build(conf_content(files["h100_ndr400"], files)["device"])
+    device = Slow.of(read(DeviceSection, conf_content(files["h100_ndr400"], files)["device"], "cluster.device"))
     costs, here = BlockCosts(plan, problem, device, lower(plan, problem, GLOO)), np.array([rank])
     taken_s = sum(float(costs.kernels_s(i, op, here)[0]) for i, op in plan if isinstance(op, Block))
     return round(taken_s / 1e6)

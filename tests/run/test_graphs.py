@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from sp_bench.kernels.aten_cpu import AtenCpu
+from sp_bench.kernels.contract import Kind
 from sp_bench.methods import build
 from sp_bench.plan import Method, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.regions import RegionKind
 from sp_bench.run import device_streams
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
@@ -37,7 +37,7 @@ REPLAYS = 3
 class Kernel(AtenCpu):
     """Its lse is contiguous, as on a GPU."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: RegionKind) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Kind) -> tuple[Tensor, Tensor]:
         out, lse = super().forward(q, k, v, mask)
         return out, lse.contiguous()
 
