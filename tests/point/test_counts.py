@@ -1,6 +1,7 @@
 """How often parts of a simulated point are found, and how large they are: what its time follows from."""
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.plan import dataflow, demand, ops, schedule
 from sp_bench.plan.method import Method
+from sp_bench.plan.ops import Plan
 from sp_bench.point import choose as choosing
 from sp_bench.point import variant_bounds
 from sp_bench.point.choose import choose
@@ -78,6 +80,27 @@ def test_a_variant_is_simulated_once_and_the_chosen_one_with_its_own_blocks(
     assert len(runs) == len(choice.plans) * timed
     assert timed < len(choice.candidates)
     assert len(exact) <= len(choice.plans)
+
+
+def test_plans_of_beaten_variants_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the last one is simulated, there are its own and the best one's: those on thousands of ranks are large."""
+    made, alive = list[weakref.ref[Plan]](), list[int]()
+    plan, run = Method.plan, choosing.simulate
+
+    def planned(*args: Any) -> Plan:
+        found = plan(*args)
+        made.append(weakref.ref(found))
+        return found
+
+    def simulated(*args: Any, **kwargs: Any) -> Any:
+        alive.append(len({each for ref in made if (each := ref())}))
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(Method, "plan", planned)
+    monkeypatch.setattr(choosing, "simulate", simulated)
+    choice = choose(point("method=mesh", "gpus=16", "seqlen=64k", "every_variant=true"))
+    assert choice.candidates and len(choice.candidates) > 4
+    assert alive[-1] <= 2 * len(choice.plans) < max(alive)
 
 
 @pytest.mark.parametrize(
