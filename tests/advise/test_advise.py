@@ -56,6 +56,7 @@ SLOW_LINKS = ["gpus=16", "seqlen=32k", "heads=8", "cluster=h100_ndr400", "cluste
 METHODS = ("ring", "zigzag", "usp", "ulysses_all_gather", "group_cast", "mesh", "hybrid_cp", "ulysses")
 
 
+@pytest.mark.long
 def test_methods_that_cant_be_fast_are_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their links alone take longer than others that are simulated; whatever can be fast is simulated as ever."""
     monkeypatch.setattr(candidates, "ALL_SIMULATED", 8)
@@ -117,6 +118,7 @@ def test_no_answer_beyond_what_is_backed(found: Answer) -> None:
         )
 
 
+@pytest.mark.long
 def test_questions_that_end_early_have_the_same_first_answer() -> None:
     """Methods that take longer than today's first needn't be simulated; all others have the same steps."""
     names = ["usp", "group_cast", "mesh", "ring"]
@@ -240,6 +242,7 @@ def test_the_command_of_a_decode_step_is_the_point_that_was_ranked() -> None:
         assert record.step_ms_median == each.time.step_ms and record.method == each.method.name, line
 
 
+@pytest.mark.long
 def test_what_would_change_a_decode_step() -> None:
     """Latent keys have no other heads; caches of documents are those of data."""
     latent = answer(Question(["model=deepseek_v3", "gpus=4", "kv_seqlen=16k"]))

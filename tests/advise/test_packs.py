@@ -79,6 +79,7 @@ def test_medians_worst_and_wins_are_those_of_the_packs(found: PacksAnswer) -> No
     assert f"the fastest on {table['fastest on'][0]} of 5 packs" in "\n".join(heading(found, "data=short"))
 
 
+@pytest.mark.long
 def test_a_method_that_is_too_large_on_one_pack_is_refused(found: PacksAnswer) -> None:
     needed = sorted(each.peak_bytes for each in found.methods)
     limit = (needed[0] + needed[-1]) / 2

@@ -88,6 +88,7 @@ def test_our_python_in_all_layouts(world: World, words: list[str]) -> None:
     assert_right(world, [printed(each, settings(each)[OURS]) for each in cases])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not importlib.util.find_spec("yunchang"), reason="yunchang is not installed")
 def test_python_of_frameworks_has_it_too(world: World) -> None:
     names = ("ulysses", "ring", "zigzag", "striped", "usp")

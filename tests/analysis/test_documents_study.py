@@ -78,6 +78,7 @@ def test_equal_documents_stay_whole_and_nothing_is_sent(runs: Runs) -> None:
         assert work.known >= least_work.known - 1e-9 and sent.known >= bound.known
 
 
+@pytest.mark.long
 def test_what_is_cast_is_what_must_be(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """In MagiAttention's setting, at a size that a test has time for; work and rows at 64 and 256 GPUs are in
     tests/methods/test_group_cast.py.
@@ -90,6 +91,7 @@ def test_what_is_cast_is_what_must_be(runs: Runs, monkeypatch: pytest.MonkeyPatc
     assert ratio.known == pytest.approx(step.known / earlier.known) and ratio.known < 1
 
 
+@pytest.mark.long
 def test_rows_for_a_node_cross_less_and_never_take_longer_with_split_heads(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

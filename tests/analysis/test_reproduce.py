@@ -157,6 +157,7 @@ def test_records_are_taken_from_the_folder(tmp_path: Path) -> None:
     assert Runs(tmp_path).one(method="ring", **SMALL).step_ms_median == 1.25
 
 
+@pytest.mark.long
 def test_processes_are_kept_for_the_next_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However few they are then. Processes end with the runs that asked."""
     started, start = list[subprocess.Popen[str]](), subprocess.Popen

@@ -23,6 +23,7 @@ def test_a_page_says_at_which_commit_it_was_made(name: str) -> None:
     assert stale.STAMP.search((PAGES / f"{name}.md").read_text())
 
 
+@pytest.mark.long
 def test_those_of_older_code_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     """As a warning of the session: code changes more often than pages are made."""
     if git_state(ROOT)["git_commit"] is None:  # an archive of the files has no history

@@ -123,6 +123,7 @@ def test_a_quick_calibration_is_a_cluster(quick: Path) -> None:
         assert 0 < block_s(cluster, 128, "forward", causal=True, dtype=dtype, heads=2, head_dim=16) < 10
 
 
+@pytest.mark.long
 def test_a_calibration_says_where_it_comes_from(quick: Path) -> None:
     sources = yaml.safe_load(quick.read_text())["sources"]
     assert "python -m sp_bench.calibrate quick=true device=cpu head_dim=16" in sources["calibrated"]
@@ -131,6 +132,7 @@ def test_a_calibration_says_where_it_comes_from(quick: Path) -> None:
     assert "medians of 3" in sources["rates"] and "spread" in sources["rates"]
 
 
+@pytest.mark.long
 def test_it_can_be_simulated_at_once(quick: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     point = "cluster=here mode=simulate method=ring gpus=2 seqlen=256 heads=2 head_dim=16 dtype=float32 logger=none"
     assert bench(["--config-dir", str(quick.parent.parent), *point.split(), f"results_dir={tmp_path}"]) == 0
@@ -150,6 +152,7 @@ def test_by_default_it_is_the_users_own_file_which_is_found_there(
     assert "2 GPUs on mine" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_its_own_file_is_written_again_and_no_other(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = quick.with_name("other.yaml")
     other.write_text("name: other\n")
@@ -361,6 +364,7 @@ def test_torch_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         describe_gpu()
 
 
+@pytest.mark.long
 def test_blocks_are_timed_after_a_run_of_the_same_block(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Counter[str] = Counter()
     forward = AtenCpu.forward

@@ -62,6 +62,7 @@ def test_a_faster_device_has_all_figures_of_layers_faster() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_layers_can_be_timed_by_a_clock_that_calls_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of GPUs does, where a call took longer to launch than it had allowed for."""
 

@@ -17,7 +17,7 @@ from sp_bench.plan import Plan, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
-from tests.support.marks import exhaustive
+from tests.support.marks import exhaustive, long
 from tests.support.problems import Planned, all_methods, plans, splittable_problem
 
 
@@ -31,7 +31,7 @@ def test_every_method_and_tile_is_accepted(n: int, layout: str, causal: bool) ->
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, *map(exhaustive, (5, 8, 9))])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, long(6), *map(exhaustive, (5, 8, 9))])
 def test_every_method_with_other_keys_is_accepted(n: int, layout: str) -> None:
     """A history of one key, of one on most ranks, and of many; another sequence that is longer, shorter, and uneven."""
     of_keys = [(True, 2 * n + more) for more in (1, n + n // 2, 3 * n, 5 * n + 2)]

@@ -15,6 +15,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import BLOCKS, Transfer
 from sp_bench.plan.transfers import peers
+from tests.support.marks import long
 from tests.support.problems import all_methods, of_each_name, splittable_problem
 
 
@@ -66,7 +67,7 @@ def hang(plan: Plan, problem: Problem, seed: int, *, sms: int, ordered: bool) ->
     return []
 
 
-@pytest.mark.parametrize("n", [4, 6])
+@pytest.mark.parametrize("n", [4, long(6)])
 def test_no_checked_plan_deadlocks_under_any_interleaving(n: int) -> None:
     """With an SM for each lane, and with one for all of them."""
     problem = splittable_problem(n)

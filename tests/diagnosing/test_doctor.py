@@ -137,6 +137,7 @@ def test_one_rank_of_a_host_asks_for_its_gpus_under_load(ranks: Ranks, tmp_path:
     assert first[1] == state and others == [None] * (WORLD - 1)
 
 
+@pytest.mark.long
 def test_each_rank_reads_its_own_log_of_nccl(ranks: Ranks, tmp_path: Path) -> None:
     texts = [nccl_log(rank, WORLD) for rank in range(WORLD)]
     assert ranks.run(log_of, str(tmp_path), texts) == list(map(read_log, texts))

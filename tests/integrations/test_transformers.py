@@ -109,6 +109,7 @@ def test_frequencies_that_ranks_would_choose_apart_are_refused(ranks: Ranks) -> 
         assert not below
 
 
+@pytest.mark.long
 def test_packings_in_bounded_memory(ranks: Ranks) -> None:
     assert_bounded(ranks, 48)
 

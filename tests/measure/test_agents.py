@@ -304,6 +304,7 @@ def test_the_command_line_under_torchrun(tmp_path: Path) -> None:
     assert all(set(json.loads(path.read_text())["rank"]) == set(range(N)) for path in tmp_path.glob("*.samples.json"))
 
 
+@pytest.mark.long
 def test_a_launch_of_other_ranks_is_refused_once(tmp_path: Path) -> None:
     done = by_torchrun(tmp_path, "gpus=4", "seqlen=96")
     assert done.returncode != 0

@@ -121,6 +121,7 @@ def test_ranks_begin_by_one_clock(ranks: Ranks) -> None:
         assert counted.seconds[here] == pytest.approx(ends - together.began_s[here].min())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["ulysses", exhaustive("ring"), exhaustive("mesh")])
 def test_a_backward_by_itself_is_that_of_both(ranks: Ranks, method: str) -> None:
     """Its times, bytes and memory; the forward, which ulysses keeps tensors of, only gives it its inputs."""

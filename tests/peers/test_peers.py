@@ -143,6 +143,7 @@ def packed(algorithm: str, dtype: str, *packs: Documents, n: int) -> list[Case]:
     return [Case(**of_all, pack=pack, causal=pack.causal, kv_heads=next(kv_heads)) for pack in packs]
 
 
+@pytest.mark.long
 @installed("ring_flash_attn")
 @pytest.mark.parametrize("n", [2, exhaustive(4)])
 def test_documents_of_ring_flash_attn(world: World, n: int) -> None:

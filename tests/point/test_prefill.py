@@ -128,6 +128,7 @@ def test_layers_of_two_kinds(model: str, full: int, layers: int) -> None:
     assert both.record.sinks == (True if model == "gpt_oss_20b" else None)
 
 
+@pytest.mark.long
 def test_measured_prompts_with_windows_and_sinks(tmp_path: Path) -> None:
     """Bytes and memory are those of the plans and a cache for all of the prompt, and errors those of roundings."""
     asked = ("cluster=local", "gpus=3", "seqlen=192", "heads=6", "head_dim=16", "dtype=float32", "iters=2", "warmup=0")

@@ -108,6 +108,7 @@ def late() -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_a_late_rank_is_waited_for() -> None:
     with RankPool(2, timeout_s=60) as pool:
         assert pool.run(late) == [["computed"] * 3] * 2

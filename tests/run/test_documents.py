@@ -161,6 +161,7 @@ def test_keys_of_a_pack_behind_histories_are_sharded_and_gathered() -> None:
         attention(q, *(torch.randn(1, 9, 2, 16) for _ in range(2)))
 
 
+@pytest.mark.long
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pack=packs(cached=True), n=st.sampled_from([1, 2, 3, 4, 6, 8]), turn=st.integers(0, 10))
 def test_any_pack(ranks: Ranks, pack: Packed, n: int, turn: int) -> None:

@@ -36,11 +36,12 @@ def cases_of(n: int, turn: int, pack: Packed | None = None) -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, long(4), exhaustive(6), exhaustive(8)])
+@pytest.mark.parametrize("n", [1, 2, long(3), long(4), exhaustive(6), exhaustive(8)])
 def test_whole_sequences(ranks: Ranks, n: int) -> None:
     assert_exact(ranks, [case for turn in range(3) for case in cases_of(n, turn)])
 
 
+@pytest.mark.long
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pack=packs(cached=True), n=st.sampled_from([2, 3, 4, 5, 6, 8]), turn=st.integers(0, 5))
 def test_any_pack(ranks: Ranks, pack: Packed, n: int, turn: int) -> None:

@@ -43,12 +43,13 @@ def test_each_method(ranks: Ranks) -> None:
     assert_exact(ranks, of_each_method(with_other_keys(everything(4)), 6))
 
 
-@pytest.mark.parametrize("n", [1, long(2), 3, *map(exhaustive, (4, 6, 8))])
+@pytest.mark.parametrize("n", [1, long(2), long(3), *map(exhaustive, (4, 6, 8))])
 def test_every_variant(ranks: Ranks, n: int) -> None:
     cases = with_other_keys(everything(n))
     assert_exact(ranks, cases if n != 3 else of_each_method(cases, 8, turn=1))
 
 
+@pytest.mark.long
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     n=st.sampled_from([1, 2, 3, 4, 6, 8]),

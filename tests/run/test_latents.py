@@ -27,7 +27,7 @@ from tests.run.test_documents import CACHED, PACKS, cases_of, some_cases_of
 from tests.run.test_padded_heads import METHODS as SPLIT_HEADS
 from tests.run.test_padded_heads import padded_cases, with_documents
 from tests.support.attention_cases import Case, of_each_method, of_one_batch_entry, relative
-from tests.support.marks import exhaustive
+from tests.support.marks import exhaustive, long
 from tests.support.packs import packs
 from tests.support.ranks import Ranks
 
@@ -106,7 +106,7 @@ def test_each_method(ranks: Ranks, count: int) -> None:
     assert min(shares) > 0.6 and max(shares) <= 1.0
 
 
-@pytest.mark.parametrize("n", [3, *map(exhaustive, (1, 2, 4, 6, 8))])
+@pytest.mark.parametrize("n", [long(3), *map(exhaustive, (1, 2, 4, 6, 8))])
 def test_every_variant(ranks: Ranks, n: int) -> None:
     cases = with_latents(everything(n))
     assert_exact(ranks, cases if n != 3 else of_each_method(cases, 2, turn=1))
@@ -119,6 +119,7 @@ def test_documents_and_windows(ranks: Ranks, n: int, count: int) -> None:
     assert_exact(ranks, cases)
 
 
+@pytest.mark.long
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pack=packs(cached=True), n=st.sampled_from([1, 2, 3, 4, 6, 8]), turn=st.integers(0, 10))
 def test_any_pack(ranks: Ranks, pack: Packed, n: int, turn: int) -> None:

@@ -115,6 +115,7 @@ def test_documents(ranks: Ranks, n: int) -> None:
     assert_exact(ranks, of_each_method(with_documents(padded_cases(n)), 3))
 
 
+@pytest.mark.long
 def test_narrow_values_other_keys_and_uneven_shards(ranks: Ranks) -> None:
     cases = of_each_method(padded_cases(4), 3, turn=2)
     narrow = [replace(case, v_head_dim=(8, 4)[i % 2]) for i, case in enumerate(cases)]

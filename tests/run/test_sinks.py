@@ -17,7 +17,7 @@ from sp_bench.plan.documents import Window
 from tests.run import jobs
 from tests.run.matrix import everything
 from tests.support.attention_cases import DTYPES, Case, of_each_method, of_one_batch_entry, relative
-from tests.support.marks import exhaustive
+from tests.support.marks import exhaustive, long
 from tests.support.ranks import Ranks
 
 MOST = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1.5e-2}
@@ -37,11 +37,12 @@ def spread(cases: Iterable[Case]) -> list[Case]:
     return found + of_one_batch_entry(found)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, exhaustive(4)])
+@pytest.mark.parametrize("n", [1, 2, long(3), exhaustive(4)])
 def test_every_method_with_sinks(ranks: Ranks, n: int) -> None:
     assert_exact(ranks, n, of_each_method(spread(everything(n)), 6, turn=n))
 
 
+@pytest.mark.long
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     n=st.sampled_from([1, 2, 3, 4, 6, 8]),

@@ -51,6 +51,7 @@ def test_ranks_of_a_step(box: SlurmBox, tmp_path: Path) -> None:
     assert sorted(record.provenance["ranks_by_host"].values()) == [[0, 1], [2, 3]]
 
 
+@pytest.mark.long
 def test_a_step_of_other_ranks_is_refused(box: SlurmBox, tmp_path: Path) -> None:
     done = srun(box, "gpus=8", "seqlen=256", f"results_dir={tmp_path}")
     assert done.returncode == 2

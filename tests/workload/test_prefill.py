@@ -93,6 +93,7 @@ def test_chunks_are_the_whole_prompt_with_every_method(ranks: Ranks, methods: tu
 LIMITED = ("mask=window window=[20,0]", "mask=window window=[90,0]", "mask=chunked chunk=22")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("methods", [("ring", "usp", "mesh", "pass_q", "group_cast"), exhaustive(METHODS)], ids=len)
 def test_windows_and_chunks_of_a_mask_see_the_end_of_earlier_ones(ranks: Ranks, methods: tuple[str, ...]) -> None:
     """Also with sinks, and with what was assigned in pieces of other lengths."""

@@ -113,6 +113,7 @@ def test_two_runs_have_hosts_at_once() -> None:
                 assert PAYLOAD_BYTES <= sent <= 1.1 * PAYLOAD_BYTES
 
 
+@pytest.mark.long
 def test_ranks_end_with_their_hosts() -> None:
     hosts = ShapedHosts(described(), (0, 1))
     place = hosts.place_of(0)
