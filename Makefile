@@ -18,19 +18,26 @@ bench: $(VENV)/ready
 	$(RUN) sp_bench method=mesh gpus=4 cluster=local seqlen=8k heads=8 head_dim=64 dtype=float32 iters=5 warmup=1
 	$(RUN) sp_bench method=mesh gpus=256
 
-# Nine ranks wait for each other's messages part of the time, which the rest fills. It is nice, as a rank that runs late
-# keeps all others waiting; but not so nice that ranks of its own, such as SLURM's, seem to hang on a slow machine.
 test: WHICH := and not exhaustive and not long
 test-long: WHICH := and long and not exhaustive
-test test-long test-all: $(VENV)/ready
+RANKS = $(RUN) pytest -m 'ranks $(WHICH)'
+REST = $(RUN) pytest -n $(WORKERS) -m 'not ranks $(WHICH)'
+
+# Nine ranks wait for each other's messages part of the time, which the rest fills. It is nice: a rank that runs late
+# keeps all others waiting.
+test: $(VENV)/ready
 	@echo "$@: the tests of ranks, whose output comes at the end, and beside them the rest on $(WORKERS) workers. A dot" \
 	    "is a test, and '$(RUN) pytest tests/plan' runs those of one folder."
 	@mkdir -p build && \
-	{ $(RUN) pytest -m 'ranks $(WHICH)' >build/ranks.log 2>&1 & ranks=$$!; } && \
+	{ $(RANKS) >build/ranks.log 2>&1 & ranks=$$!; } && \
 	trap "kill $$ranks 2>/dev/null; exit 130" INT TERM && \
-	{ nice -n 5 env $(RUN) pytest -n $(WORKERS) -m 'not ranks $(WHICH)' && rest=0 || rest=$$?; } && \
+	{ nice env $(REST) && rest=0 || rest=$$?; } && \
 	{ wait $$ranks && of_ranks=0 || of_ranks=$$?; } && \
 	echo "The tests of ranks:" && cat build/ranks.log && exit $$((rest | of_ranks))
+
+# One after the other: beside nine ranks, those that SLURM starts here get so little of a machine that they seem to hang.
+test-long test-all: $(VENV)/ready
+	@{ $(REST) && rest=0 || rest=$$?; } && { $(RANKS) && of_ranks=0 || of_ranks=$$?; } && exit $$((rest | of_ranks))
 
 check: $(VENV)/ready types floors
 	$(RUN) ruff check .
