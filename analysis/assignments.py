@@ -20,9 +20,9 @@ from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Attend, AttendBackward, Plan
 from sp_bench.plan.problem import Problem
-from sp_bench.point.choose import FUSED
 from sp_bench.point.given import SHAPE
 from sp_bench.point.masks import mask_of
+from sp_bench.point.variants import FUSED
 from sp_bench.records import Record
 
 BY = ("rank", "step", "cost")

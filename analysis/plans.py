@@ -9,7 +9,8 @@ import numpy as np
 
 from sp_bench import account
 from sp_bench.point import resolve
-from sp_bench.point.choose import Choice, choose
+from sp_bench.point.choose import choose
+from sp_bench.point.variants import Choice
 from sp_bench.records import Record
 from sp_bench.simulate.bounds import link_bytes
 

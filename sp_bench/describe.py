@@ -29,8 +29,9 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Q
 from sp_bench.point import resolve
 from sp_bench.point.backing import validated
-from sp_bench.point.choose import Choice, choose, simulated, variants
+from sp_bench.point.choose import choose, simulated
 from sp_bench.point.request import Request
+from sp_bench.point.variants import Choice, variants
 from sp_bench.reading import Count, Tokens, read
 from sp_bench.records.interval import Interval
 from sp_bench.terminal import fitted

@@ -15,10 +15,11 @@ from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
 from sp_bench.point import Request, resolve
-from sp_bench.point.choose import TooSlowError, least_computed_s
+from sp_bench.point.choose import TooSlowError
 from sp_bench.point.collection import uncollected
 from sp_bench.point.given import Given
 from sp_bench.point.simulated import simulate_point
+from sp_bench.point.variant_bounds import least_computed_s
 from sp_bench.records import Record
 from sp_bench.records.interval import Interval, interval
 from sp_bench.workload import Decode

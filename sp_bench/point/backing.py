@@ -29,8 +29,9 @@ from sp_bench.plan.groups import is_shared
 from sp_bench.plan.mask import WHOLE
 from sp_bench.plan.ops import AllToAll, Plan, RowCollective, Transfer
 from sp_bench.plan.transfers import peers
-from sp_bench.point.choose import FUSED, Choice, simulated
+from sp_bench.point.choose import simulated
 from sp_bench.point.request import Request
+from sp_bench.point.variants import FUSED, Choice
 from sp_bench.reading import read
 from sp_bench.records.identity import digest
 from sp_bench.records.interval import Interval

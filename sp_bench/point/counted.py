@@ -12,9 +12,9 @@ from sp_bench import account
 from sp_bench.cluster.device import same_model
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.documents import Documents
-from sp_bench.point.choose import Choice, costs_for
 from sp_bench.point.planning import planning_ms
 from sp_bench.point.request import Request
+from sp_bench.point.variants import Choice, costs_for
 from sp_bench.records.quantities import Memory, Rates, Setup, Traffic
 from sp_bench.workload import Workload
 

@@ -17,11 +17,12 @@ from sp_bench.measure.thread_dump import as_json
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.tensors import DKV, DQ, KV, ODOQ
-from sp_bench.point.choose import Choice, choose_attentions, costs_for
+from sp_bench.point.choose import choose_attentions
 from sp_bench.point.measured_record import outcome_of
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.refusals import refuse_what_does_not_fit
 from sp_bench.point.request import Request
+from sp_bench.point.variants import Choice, costs_for
 from sp_bench.termination import raise_if_terminated
 from sp_bench.workload import Spec
 from sp_bench.workload.base import PlannedAttention

@@ -15,7 +15,6 @@ from sp_bench.measure.samples import Samples
 from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.ops import Block, Fold, Plan, ReduceScatter, Transfer, TreeReduce
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
-from sp_bench.point.choose import Choice
 from sp_bench.point.counted import by_lane, counted, in_phases, rates, volumes_of
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
@@ -35,6 +34,7 @@ from sp_bench.point.timed import (
     training_step,
     with_host_share,
 )
+from sp_bench.point.variants import Choice
 from sp_bench.records.quantities import Breakdown, Exactness, Setup
 from sp_bench.records.record import Part
 from sp_bench.workload import GateErrors

@@ -19,12 +19,13 @@ from sp_bench.check import check_all
 from sp_bench.cluster import Cluster
 from sp_bench.plan.problem import Problem
 from sp_bench.point.backing import validated
-from sp_bench.point.choose import Choice, DeviceMemoryError, chosen_of, simulated
+from sp_bench.point.choose import DeviceMemoryError, chosen_of, simulated
 from sp_bench.point.counted import counted, with_sums
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
 from sp_bench.point.simulated import refuse_unknown
 from sp_bench.point.simulated_record import simulated_record
+from sp_bench.point.variants import Choice
 from sp_bench.records import Record
 from sp_bench.records.quantities import Breakdown, Memory, TrainingStep
 from sp_bench.simulate.beside import alone_s, beside, ring_traffic

@@ -14,11 +14,12 @@ from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.ops import BLOCKS
 from sp_bench.point.backing import validated
-from sp_bench.point.choose import Choice, choose_attentions
+from sp_bench.point.choose import choose_attentions
 from sp_bench.point.counted import counted, executed, peaks
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
 from sp_bench.point.simulated_record import simulated_record
+from sp_bench.point.variants import Choice
 from sp_bench.records import Record
 from sp_bench.records.quantities import Breakdown, Memory
 from sp_bench.records.timeline import SimulatedTimeline

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from sp_bench.point.backing import Validation
-from sp_bench.point.choose import Choice
 from sp_bench.point.counted import Counted, rates
 from sp_bench.point.request import Request
+from sp_bench.point.variants import Choice
 from sp_bench.records import Record
 from sp_bench.records.quantities import Breakdown, Memory, Timing, Traffic
 from sp_bench.records.record import Part

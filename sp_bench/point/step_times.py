@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sp_bench.cluster import Cluster
-from sp_bench.point.choose import Choice
+from sp_bench.point.variants import Choice
 from sp_bench.simulate.beside import alone_s, beside
 from sp_bench.simulate.graph import build_graph
 from sp_bench.workload.costs import TrainingCosts

@@ -14,13 +14,14 @@ from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.problem import Problem
 from sp_bench.point.backing import validated
-from sp_bench.point.choose import Choice, DeviceMemoryError, choose_attentions
+from sp_bench.point.choose import DeviceMemoryError, choose_attentions
 from sp_bench.point.counted import counted, executed, with_sums
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import LEAST_STEP, Request
 from sp_bench.point.simulated import refuse_unknown
 from sp_bench.point.simulated_record import simulated_record
 from sp_bench.point.step_times import StepTimes, step_times
+from sp_bench.point.variants import Choice
 from sp_bench.records import Record
 from sp_bench.records.quantities import Breakdown, Memory, TrainingStep
 from sp_bench.simulate.beside import ring_traffic

@@ -14,6 +14,8 @@ from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
+from sp_bench.point.request import Request
+from sp_bench.point.variants import unplanned
 from sp_bench.simulate import least_s, uncontended_s
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 from sp_bench.simulate.operations import work_s
@@ -116,3 +118,17 @@ def _computed_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
     some = n if cluster.shared_cores(n) else min(n, MOST_LOOKED_AT)
     ranks = np.arange(n)[:: -(-n // some) | 1]  # of a tile not always the same columns
     return cluster.least_compute_s(work_s(plan, problem, cluster, ranks))
+
+
+def least_computed_s(request: Request) -> float:
+    """A lower bound in seconds on the step of a request's fastest variant, by what blocks take: nothing is planned. 0.0
+    for methods that `blocks_s` knows nothing of.
+
+    Raises RequestError if the method can't serve it.
+    """
+    cluster, bounds_s = request.cluster.even, dict[Problem, float]()
+    for method, problem in unplanned(request, [request.ours]):
+        problem = method.assigned(problem)
+        if problem not in bounds_s:
+            bounds_s[problem] = sum(blocks_s(method, problem, phase, cluster) for phase in request.workload.plan_phases)
+    return min(bounds_s.values())

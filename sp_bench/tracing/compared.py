@@ -18,7 +18,8 @@ from sp_bench.plan.ops import AllGather, Plan, ReduceScatter, Transfer
 from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
 from sp_bench.point import Request
-from sp_bench.point.choose import Choice, choose
+from sp_bench.point.choose import choose
+from sp_bench.point.variants import Choice
 from sp_bench.run.annotations import Mark
 from sp_bench.simulate import Run, simulate
 from sp_bench.tracing.kineto import Sample, Trace

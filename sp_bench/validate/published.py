@@ -21,7 +21,7 @@ from sp_bench.cluster.implementation import OURS
 from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.point import resolve
 from sp_bench.point.backing import FILE, PACKS, TELLING, Backing, Kind, figures_of, known, transfers_of, written
-from sp_bench.point.choose import plans_of
+from sp_bench.point.variants import plans_of
 from sp_bench.resources import PACKAGE, conf_files
 from sp_bench.validate import machine, steps
 from sp_bench.validate.common import Row, by_kind, count_in_order, most_measured, published_rows

@@ -14,9 +14,10 @@ from sp_bench.plan.ops import Attend, AttendBackward, Block, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.point import choose as choosing
 from sp_bench.point import variant_bounds
-from sp_bench.point.choose import Choice, TooSlowError, choose, least_computed_s, unplanned, variants
+from sp_bench.point.choose import TooSlowError, choose
 from sp_bench.point.request import Request
-from sp_bench.point.variant_bounds import blocks_s
+from sp_bench.point.variant_bounds import blocks_s, least_computed_s
+from sp_bench.point.variants import Choice, unplanned, variants
 from sp_bench.simulate import graph, simulate, uncontended_s
 from tests.support.points import point
 

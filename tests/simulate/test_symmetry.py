@@ -15,7 +15,7 @@ from sp_bench.plan import Method, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
-from sp_bench.point.choose import variants
+from sp_bench.point.variants import variants
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.graph import NEARLY
 from tests.support.clusters import NETWORKS, on_network, split_problem
