@@ -186,7 +186,9 @@ def documents(
 
 
 def _lengths_in(path: str, key: str = "data.path") -> list[int]:
-    """The lengths in a text file. Raises RequestError, of this key, if it can't be read or has others, or none."""
+    """The lengths in a text file. Raises RequestError, of this key, where it can't be read or has none, or a word is no
+    length.
+    """
     try:
         lengths = _lengths_of_file(path, Path(path).stat().st_mtime_ns)
     except (OSError, UnicodeDecodeError) as error:

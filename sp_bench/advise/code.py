@@ -36,10 +36,20 @@ class Wanted:
     @classmethod
     def of(cls, method: Method, record: Record) -> Wanted:
         """The point of a record, with the method that was chosen for it."""
-        config, seed, layout = record.config or {}, record.seed or 0, record.layout or "contiguous"
-        mask = mask_of(config, seed, record.seqlen, record.kv_seqlen)
-        shape = {key: getattr(record, key) for key in ("gpus", "heads", "kv_heads", "batch", "seqlen", "kv_seqlen")}
-        return cls(method=method, layout=layout, mask=mask, seed=seed, config=config, **shape)
+        config = record.config or {}
+        return cls(
+            method=method,
+            gpus=record.gpus,
+            layout=record.layout or "contiguous",
+            mask=mask_of(config, record.seed or 0, record.seqlen, record.kv_seqlen),
+            heads=record.heads,
+            kv_heads=record.kv_heads,
+            batch=record.batch,
+            seqlen=record.seqlen,
+            kv_seqlen=record.kv_seqlen,
+            seed=record.seed or 0,
+            config=config,
+        )
 
     @property
     def sinks(self) -> bool:

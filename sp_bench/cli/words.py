@@ -158,8 +158,15 @@ def against(record: Record, fastest: Record | None) -> str:
 
 def largest_error(record: Record) -> str:
     """The largest of the errors that are known."""
-    names = ("out", "dq", "dk", "dv", "dsinks", "loss", "gradient")
-    errors = (getattr(record, f"err_{name}") for name in names)
+    errors = (
+        record.err_out,
+        record.err_dq,
+        record.err_dk,
+        record.err_dv,
+        record.err_dsinks,
+        record.err_loss,
+        record.err_gradient,
+    )
     known = [error for error in errors if error is not None]
     return f"{max(known):.1e} at most" if known else "-"
 

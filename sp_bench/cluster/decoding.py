@@ -48,7 +48,9 @@ class CacheReads(Section, frozen=True, kw_only=True):
     ]
 
     def seconds(self, moved_bytes: np.ndarray) -> np.ndarray:
-        """Seconds of calls by bytes moved: from the smallest known on, beyond the largest at its rate; 0 of none."""
+        """Seconds of calls by the bytes that they move: at least those of the smallest known, and beyond the largest at
+        its rate; 0 of none.
+        """
         known = np.array(sorted(self.read_s))
         least, most = known[0], known[-1]
         inside = np.exp(np.interp(np.log(np.maximum(moved_bytes, least[0])), *np.log(known).T))
@@ -56,7 +58,9 @@ class CacheReads(Section, frozen=True, kw_only=True):
 
 
 def work(problem: Problem, queries: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(bytes moved, FLOPs) of a call for the rows of some chunks of all sequences: (n,) each, by the chunk of keys."""
+    """(bytes that are moved, FLOPs) of a call for the rows of some chunks, of all sequences: (n,) each, by the chunk of
+    keys that they see.
+    """
     blocks = problem.blocks
     assert isinstance(blocks, CacheBlocks), "only a decode step has caches"
     rows, seen = blocks.work(queries)

@@ -24,12 +24,6 @@ from sp_bench.plan.problem import DTYPE_BYTES, Problem, flops_per_pair
 from sp_bench.plan.region_table import Sizes, rows_seen, table_of
 from sp_bench.plan.regions import Region, RegionKind
 
-AS_GIVEN = (
-    *("name", "peak_tflops", "memory_bytes", "memory_bytes_per_s", "launch_s", "transfer_slowdown", "caches"),
-    "host_bytes_per_s",
-)
-AS_MEMORY = ("fold_bytes_per_s", "sum_bytes_per_s", "repeat_bytes_per_s", "elementwise_bytes_per_s")
-"""Fields that are keys of a section `device`; rates that are its memory's where it doesn't say them."""
 FORMS = ("PCIe", "NVL")
 """Forms of one GPU model, with different clocks and peaks."""
 
@@ -64,13 +58,22 @@ class DeviceCosts(MemoryCosts):
     def of(cls, section: DeviceSection) -> Self:
         """The costs of a section `device`."""
         tables = [KernelTable.build(name, rates, section.sms) for name, rates in section.rates.items()]
-        same: dict[str, Any] = {key: getattr(section, key) for key in AS_GIVEN}
-        same |= {key: getattr(section, key) or section.memory_bytes_per_s for key in AS_MEMORY}
         return cls(
+            name=section.name,
             tables=tuple(sorted(tables, key=lambda table: table.kernel != section.kernel)),
+            peak_tflops=section.peak_tflops,
             matmul_tflops=section.matmul_tflops or {},
+            memory_bytes=section.memory_bytes,
+            memory_bytes_per_s=section.memory_bytes_per_s,
+            fold_bytes_per_s=section.fold_bytes_per_s or section.memory_bytes_per_s,
+            sum_bytes_per_s=section.sum_bytes_per_s or section.memory_bytes_per_s,
+            repeat_bytes_per_s=section.repeat_bytes_per_s or section.memory_bytes_per_s,
+            launch_s=section.launch_s,
+            elementwise_bytes_per_s=section.elementwise_bytes_per_s or section.memory_bytes_per_s,
             layer_launch_s=section.launch_s if section.layer_launch_s is None else section.layer_launch_s,
-            **same,
+            transfer_slowdown=section.transfer_slowdown,
+            caches=section.caches,
+            host_bytes_per_s=section.host_bytes_per_s,
         )
 
     def with_kernel(self, kernel: str) -> Self:
@@ -111,7 +114,9 @@ class DeviceCosts(MemoryCosts):
             )
 
     def matmul_flops_per_s(self, dtype: str, what: str = "training step is") -> float:
-        """FLOP/s of large matrix products. Raises RequestError for a dtype without figures: no `what` simulated."""
+        """FLOP/s of large matrix products. Raises RequestError for a dtype without figures, by which no `what`
+        simulated.
+        """
         if dtype not in self.matmul_tflops:
             known = ", ".join(f"dtype={name}" for name in self.matmul_tflops)
             raise RequestError(

@@ -215,15 +215,20 @@ class KernelTable:
         tile, order, per_sm = rates.tile_tokens, rates.causal_order, rates.blocks_per_sm
         waves = Waves(sms=sms, tile_tokens=tile, causal_order=order, per_sm=per_sm) if sms and tile else None
         points = {rate: rates.points(rate) for rate in RATES}
-        same = ("figures", "head_dim", "v_head_dim", "dtypes", "variable", "variable_least_s", "variable_block_s")
         return cls(
             kernel=rates.kernel or name,
+            figures=rates.figures,
+            head_dim=rates.head_dim,
+            v_head_dim=rates.v_head_dim,
+            dtypes=rates.dtypes,
             smallest=max(min(min(pair) for pair in known) for known in points.values()),
             waves=waves,
             points=points,
             timed_heads=rates.heads or 1,
             timed_tokens=rates.total_tokens,
-            **{key: getattr(rates, key) for key in same},
+            variable=rates.variable,
+            variable_least_s={**rates.variable_least_s},
+            variable_block_s={**rates.variable_block_s},
         )
 
     @cached_property

@@ -271,7 +271,9 @@ class Network:
         return moved if np.array_equal(self.link_bytes_per_s[moved], self.link_bytes_per_s) else None
 
     def crowding(self, inter: np.ndarray, at_once: int) -> np.ndarray:
-        """The load of each of `at_once` transfers of a GPU on its links, as a multiple: (F,) (PcieTree.crowding)."""
+        """How many times each of `at_once` concurrent transfers of a GPU loads its links, (F,), given which cross
+        nodes (PcieTree.crowding).
+        """
         intra = self.topology.intra
         exponent = intra.crowding if isinstance(intra, PcieTree) else 0.0
         return np.where(inter, 1.0, float(max(at_once, 1)) ** exponent)

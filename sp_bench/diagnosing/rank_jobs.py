@@ -30,8 +30,9 @@ from sp_bench.run.devices import clock_of
 from sp_bench.run.transport import Call, Turn, members_of
 from sp_bench.workload import RankContext, Spec
 
-__all__ = ["KernelRow", "PairRate", "gate", "kernels_here", "look", "message_each_way", "nccl_log", "pair_rates"]
-__all__ += ["under_load"]
+__all__ = [
+    "KernelRow", "PairRate", "gate", "kernels_here", "look", "message_each_way", "nccl_log", "pair_rates", "under_load",
+]  # fmt: skip
 
 LOAD_S = 2.0
 SIDE = {"cuda": 8192, "cpu": 256}

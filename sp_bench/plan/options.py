@@ -41,8 +41,9 @@ class _Possible(NamedTuple):
     flags: tuple[str, ...]
     """true and false, or none."""
     counts: bool
-    """Whether it may be a count, and two of them."""
+    """Whether it may be a count."""
     pairs: bool
+    """Whether it may be two counts."""
 
     def has(self, value: object) -> bool:
         if type(value) is str:
@@ -55,7 +56,7 @@ class _Possible(NamedTuple):
 
     @property
     def described(self) -> list[str]:
-        """Each in words, and what else would be possible."""
+        """All of them, each kind in words."""
         counts = ["an integer of at least 1"] * self.counts
         return [*self.words, *self.flags, *counts, *["two integers [a,b] of at least 1"] * self.pairs]
 

@@ -138,7 +138,9 @@ def run_points(
 
 
 def _group(request: Request) -> tuple:
-    """Equal for points that run together: measured ones that tables compare are written when all have ended."""
+    """Equal for points that run together: of measured ones those that tables compare, which are written when all have
+    ended.
+    """
     if request.mode == "simulate":
         return (request.mode,)
     problem = {each.name: getattr(request.problem, each.name) for each in fields(Problem) if each.name != "layout"}

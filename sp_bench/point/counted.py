@@ -74,7 +74,9 @@ def peaks(request: Request, attentions: Sequence[Choice]) -> list[int]:
 
 
 def _standing(request: Request, attentions: Sequence[Choice]) -> list[int]:
-    """Bytes that a measured rank holds beside each attention: the largest's buffers, and what is kept."""
+    """Bytes that a measured rank holds during each attention for the others: buffers of the size of the largest, and
+    what the workload keeps.
+    """
     if request.mode == "simulate" or len(attentions) == 1:
         return [0] * len(attentions)
     every, transport = [each.problem for each in attentions], request.cluster.transport

@@ -204,9 +204,14 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         phase=config["phase"],
         kernel=kernel,
         sm_margin=margin,
+        iters=values.iters,
+        warmup=values.warmup,
         verify=values.verify and not mode.alone,
         parts=values.parts and peer is None,
-        **{key: getattr(values, key) for key in ("iters", "warmup", "seed", "trace", "every_variant", "timeout_s")},
+        seed=values.seed,
+        trace=values.trace,
+        every_variant=values.every_variant,
+        timeout_s=values.timeout_s,
         notes=notes,
         run_id=given.run_id(mode.name, cluster.cores, peer.version if peer else None, launch, mode.devices)
         if at_once

@@ -150,7 +150,9 @@ def _layer(
     dense_s: tuple[float, float],
     summed_s: tuple[float, float],
 ) -> Layer:
-    """One layer of a phase beside collectives of all `ranks`; `dense_s`, `summed_s`: before and after its attention."""
+    """One layer of a phase beside the collectives of all `ranks`; `dense_s` and `summed_s` stand before and after its
+    attention.
+    """
     problem, before_s, steps = choice.problem, dense_s[0] + summed_s[0], collectives * (ranks - 1)
     graphs = [build_graph(choice.plans[phase], problem, part, use_symmetry=False) for part in parts]
     networks, waited_s = [part.network(ranks) for part in parts], 0.0

@@ -12,6 +12,7 @@ from sp_bench.records.identity import code_version, digest, machine, run_id
 from sp_bench.records.provenance import KEPT_VARIABLES, provenance
 from sp_bench.records.record import MODES, SCHEMA_VERSION, STATUSES, Record
 
-__all__ = ["BESIDE", "KEPT_VARIABLES", "MODES", "SCHEMA_VERSION", "STATUSES", "OtherVersionError", "Record", "beside"]
-__all__ += ["code_version", "digest", "load", "machine", "provenance", "read", "read_all", "run_id", "write"]
-__all__ += ["write_whole"]
+__all__ = [
+    "BESIDE", "KEPT_VARIABLES", "MODES", "SCHEMA_VERSION", "STATUSES", "OtherVersionError", "Record", "beside",
+    "code_version", "digest", "load", "machine", "provenance", "read", "read_all", "run_id", "write", "write_whole",
+]  # fmt: skip

@@ -274,11 +274,11 @@ class Breakdown:
     """Measured: time in folds of the rank with most."""
     interpreter_ms: float | None = None
     """Measured: on a CPU the time of blocks outside kernels and folds; on a GPU the time to queue the whole step."""
-    host_share: Annotated[float | None, Time("queueing over step")] = None
+    host_share: Annotated[float | None, Result("queueing over step", better="less", noisy=True)] = None
     """Measured on GPUs: interpreter_ms over the step, or over alone_ms_median. Above 0.8 the step is host-bound."""
     rank_idle_ms_max: float | None = None
     """Simulated: how long the first rank to end waits for the last, over all phases."""
-    rank_imbalance: Annotated[float | None, Time("busiest rank over mean")] = None
+    rank_imbalance: Annotated[float | None, Result("busiest rank over mean", better="less", noisy=True)] = None
     """Blocks and folds of the busiest rank, divided by the mean of all ranks."""
 
 

@@ -404,12 +404,13 @@ class _Builder:
 
     def _find_flows(self, index: int, op: Transfer, hidden_s: np.ndarray | float) -> list[_Flow]:
         # Those of a tree come one after another, and what the first has staged is staged for all.
-        at_once = 1 if isinstance(op, TreeReduce) else len(peers(op))
-        flows, paths = [], [self._path(*pair, at_once) for pair in peers(op)]
+        flows, pairs = [], peers(op)
+        at_once = 1 if isinstance(op, TreeReduce) else len(pairs)
+        paths = [self._path(*pair, at_once) for pair in pairs]
         sends, receives = self.costs.moves(index, op, self.ranks)
         staged_s = self.costs.staged_s(index, op, self.ranks) * sends
         sizes = messages(op, self.problem, self.ranks, self.costs.wanted.get(index))
-        each = [Message(*message) for message in zip(peers(op), sizes, (path.inter for path in paths), strict=True)]
+        each = [Message(*message) for message in zip(pairs, sizes, (path.inter for path in paths), strict=True)]
         by_library = not by_messages(op)
         together = [each[i : i + at_once] for i in range(0, len(each), max(at_once, 1))]
         wires = [wire for some in together for wire in self.effects.on_wire(some, by_library=by_library)]

@@ -9,8 +9,10 @@ from sp_bench.workload.gate import TOLERANCE, GateErrors
 from sp_bench.workload.prefill import Prefill
 from sp_bench.workload.train import Train
 
-__all__ = ["TOLERANCE", "WORKLOADS", "Attention", "Decode", "Denoise", "Dit", "GateErrors", "Prefill", "RankContext"]
-__all__ += ["Spec", "Step", "Train", "Workload", "workload_named"]
+__all__ = [
+    "TOLERANCE", "WORKLOADS", "Attention", "Decode", "Denoise", "Dit", "GateErrors", "Prefill", "RankContext", "Spec",
+    "Step", "Train", "Workload", "workload_named",
+]  # fmt: skip
 
 WORKLOADS: dict[str, type[Workload]] = {
     workload.name: workload for workload in (Attention, Train, Dit, Prefill, Decode)

@@ -155,7 +155,9 @@ class Denoise(Train):
         return {"parameters": costs.parameters_bytes, "activations": costs.activations_bytes}
 
     def flops(self, phase: str, problem: Problem) -> float:
-        """FLOPs of matrices on each token, 2 N D, and of attention among all of them. Text counts once."""
+        """FLOPs of the matrices on each token, 2 N D, and of attention among all of them. Text counts once, whoever
+        computes it again.
+        """
         model, patches = self.model, problem.keys.seqlen
         tokens, width = patches + model.joint_tokens, problem.heads * problem.head_dim
         seen = problem.pairs / (problem.seqlen * problem.keys.seqlen)
@@ -201,7 +203,9 @@ class DenoiseCosts(ForwardCosts):
         return super().after_s() + self._crossed_s()
 
     def embedding_s(self) -> float:
-        """Seconds of the matrix of patches, the embedding of the time, and modulations that layers share."""
+        """Seconds of what is before the layers: the matrix of patches, the embedding of the time, and the modulations
+        that layers share.
+        """
         times_s = 2 * self._modulations_s(1) + self._modulations_s(6 if self.model.modulation == "shared" else 0)
         return times_s + self._product_s(self.model.outputs, self.model.width, tokens=self._patches)
 

@@ -209,7 +209,9 @@ class _Unit:
         return gathered(head, problem.keys, None)[0, :, 0]
 
     def turn_to(self, head: int) -> None:
-        """Make the keys and values of a query head of latents; move them to the device, but very long ones."""
+        """Make the keys and values of a query head, if they are made of latents, and move them to the device, but for
+        very long ones.
+        """
         if self._latents:
             to_keys, to_values = (x.double().cpu() for x in self._latents.of(slice(head, head + 1)))
             self._matrices = to_keys, to_values

@@ -37,7 +37,9 @@ class Offload:
         """Bytes copied to the host so far."""
 
     def hooks(self, parameters: Iterable[Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
-        """A context where what autograd saves goes to the host, but for parameters (or shards) and their views."""
+        """A context in which what autograd saves goes to the host, but for parameters (or this rank's shards of them)
+        and views of these.
+        """
         stay = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         return torch.autograd.graph.saved_tensors_hooks(partial(self._pack, stay), self._unpack)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sp_bench.errors import RequestError
-from sp_bench.point import choose, run_points
+from sp_bench.point import choose, run_points, variants
 from sp_bench.point.choose import DeviceMemoryError
 from sp_bench.point.prefill import least_compute_s, phases_ms, simulate_prefill
 from sp_bench.point.simulated import simulate_point
@@ -83,14 +83,14 @@ def test_chunks_under_a_window_send_what_one_behind_a_history_does(method: str) 
 def test_chunks_that_see_alike_are_planned_and_simulated_once(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
     """However long the prompt is: the first one sees no history, and the last one may be shorter."""
     calls: dict[str, list[str]] = {"_plan": [], "simulated": []}
-    for name, found in calls.items():
-        real = getattr(choose, name)
+    for module, (name, found) in zip((variants, choose), calls.items(), strict=True):
+        real = getattr(module, name)
 
         def counted(*args, real=real, found=found, **more):
             found.append(real.__name__)
             return real(*args, **more)
 
-        monkeypatch.setattr(choose, name, counted)
+        monkeypatch.setattr(module, name, counted)
     asked = (*f"method=ring mask={mask}".split(), "prefill.chunk=4k", "prefill.cached=2k")
     numbers = []
     for seqlen in ("18k", "82k"):
