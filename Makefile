@@ -67,8 +67,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@echo "Installing sp_bench with torch and its tools into $(VENV): about $$(grep -c == $(CONSTRAINTS)) packages, 3 GB," \
 	    "of which some minutes pass in silence. Once: afterwards make is ready at once."
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
-	@echo "Compiling the simulator's solver: ten seconds or more, once."
-	$(VENV)/bin/python -c 'from sp_bench.simulate.flows import prepare; prepare()'
+	@$(VENV)/bin/python -c 'from sp_bench.simulate.flows import prepare; prepare()'
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""Config files: those installed with the suite, and the user's own."""
+"""Config files, those installed with the suite and the user's own, and files that are written whole."""
 
 from __future__ import annotations
 
@@ -94,3 +94,14 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
         both = isinstance(value, dict) and isinstance(below.get(key), dict)
         merged[key] = _merged(below[key], value) if both else value
     return merged
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all, even if this process is killed. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

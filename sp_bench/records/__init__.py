@@ -7,10 +7,11 @@ their threads in <run_id>.hang.json. `load(dir)` reads a folder's
 records into a pandas frame; `python -m sp_bench.records collect` makes tables of many folders.
 """
 
-from sp_bench.records.files import BESIDE, OtherVersionError, beside, load, read, read_all, write, write_whole
+from sp_bench.records.files import BESIDE, OtherVersionError, beside, load, read, read_all, write
 from sp_bench.records.identity import code_version, digest, machine, run_id
 from sp_bench.records.provenance import KEPT_VARIABLES, provenance
 from sp_bench.records.record import MODES, SCHEMA_VERSION, STATUSES, Record
+from sp_bench.resources import write_whole
 
 __all__ = [
     "BESIDE", "KEPT_VARIABLES", "MODES", "SCHEMA_VERSION", "STATUSES", "OtherVersionError", "Record", "beside",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from sp_bench.extras import require
 from sp_bench.records.record import SCHEMA_VERSION, Record
 from sp_bench.records.schema import columns, complaints
 from sp_bench.records.timeline import Timeline
+from sp_bench.resources import write_whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,17 +64,6 @@ def beside(path: Path) -> dict[str, Path]:
     """The files beside the record at `path`, by their names in `BESIDE`."""
     others = {name: path.with_suffix(f".{name}.json") for name in BESIDE}
     return {name: other for name, other in others.items() if other.exists()}
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all, even if this process is killed. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def read(path: Path) -> Record:

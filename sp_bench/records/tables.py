@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sp_bench.extras import require
-from sp_bench.records.files import write_whole
 from sp_bench.records.record import Record
 from sp_bench.records.schema import columns
+from sp_bench.resources import write_whole
 
 
 def write_tables(records: Iterable[Record], folder: Path) -> list[Path]:

@@ -1,8 +1,7 @@
 """The inner loops of `flows`: the functions that numba compiles and that the plain Python engine runs as they are.
 
-They use scalars, indexing and loops only, so that they work on arrays and on lists alike. Everything that a compiled
-kernel is made of must stay in this file: numba's disk cache is renewed when the file of the kernel changes, and does
-not look at others. Importing this module does not import numba.
+They use scalars, indexing and loops only, so that they work on pointers and on lists alike. Everything that the machine
+code is made of must stay in this file: it is made anew when this file changes (machine_code.py).
 
 A link's level is the rate at which it is full: its flows run at that rate, except those that another link of their path
 holds to less. A flow runs at the lowest level of its links, and one link with that level holds it. Rates are max-min
@@ -18,16 +17,16 @@ one event, the link's next end, however many flows the link holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64] | list[float]
-Ints = NDArray[np.int64] | NDArray[np.int32] | NDArray[np.uint32] | list[int]
+Int64s = NDArray[np.int64] | list[int]
+Int32s = NDArray[np.int32] | list[int]
 Flags = NDArray[np.bool_] | list[bool]
+Ints = Int64s | Int32s
 
 SAME_LEVEL = 1e-14
 """A level that would change by less than this, relative to it, stays as it is: that is rounding."""
@@ -35,49 +34,29 @@ FINITE = 1e300
 """Stands for inf where that times 0 must be 0."""
 
 
-def has_numba() -> bool:
-    try:
-        import numba  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-@cache
-def compiled_run() -> Callable[..., bool]:
-    """`run`, compiled; loaded from numba's disk cache where an earlier process left it there."""
-    import numba
-    from numba.extending import register_jitable
-
-    # A call copies every array of the tuples it passes, which takes longer than what most of these functions do.
-    # Nothing is allocated: without numba's runtime (_nrt) no references to arrays are counted, which takes as long.
-    without: dict[str, Any] = {"_nrt": False}
-    for function in _CALLED_BY_RUN:
-        register_jitable(forceinline=function not in _LOOPS, **without)(function)
-    return numba.njit(cache=True, **without)(run)
-
-
 class Graph(NamedTuple):
     """Arrays for the kernel. A hop is one link of one flow's path; a path has each link once, and at least one."""
 
     delay_s: Floats
     flow_bytes: Floats
-    path_start: Ints
-    path_links: Ints
+    path_start: Int32s
+    path_links: Int32s
     hop_load: Floats
     """Empty where every load is 1."""
-    hop_task: Ints
-    dep_start: Ints
-    dep_tasks: Ints
-    next_start: Ints
-    next_tasks: Ints
+    hop_task: Int32s
+    dep_start: Int32s
+    dep_tasks: Int32s
+    next_start: Int32s
+    next_tasks: Int32s
     """The followers of each task, both to be filled in; at first zeros."""
     link_bytes_per_s: Floats
-    link_seat_start: Ints
+    link_seat_start: Int32s
     same_instant: Floats
     """Two entries: events closer than this, relative to the time since the start or in seconds, share one solve."""
     most_s: Floats
     """One entry: events after this time are left."""
+    counts: Int64s
+    """How many tasks, dependencies, links and loads of hops there are: pointers have no lengths."""
 
 
 class Tasks(NamedTuple):
@@ -85,28 +64,28 @@ class Tasks(NamedTuple):
 
     start_s: Floats
     finish_s: Floats
-    awaited: Ints
-    holder: Ints
+    awaited: Int32s
+    holder: Int32s
     """The link that holds each flow; -1 before it joins."""
-    joined: Ints
+    joined: Int32s
     """A list of the flows that join in this instant; before the first one, how many followers of each are filled in."""
 
 
 class Links(NamedTuple):
     """State by link. The hops now on link l sit in the seats link_seat_start[l] and on, `taken[l]` of them."""
 
-    taken: Ints
+    taken: Int64s
     level: Floats
     """In bytes per second; inf where all flows are held elsewhere. One more entry, always inf, stands for no link."""
     clean_level: Floats
     """The level; 0 while the link is dirty, and always 0 where the level never changes."""
     is_changed: Flags
-    changed: Ints
+    changed: Int64s
     """A list of the links whose levels change in this instant."""
     is_misheld: Flags
-    misheld: Ints
+    misheld: Int64s
     """A list of the links that hold a flow they shouldn't, or don't hold one they should."""
-    beside: Ints
+    beside: Int64s
     """A list of links that share flows with one whose level changes."""
     clock_bytes: Floats
     """Bytes moved at `read_s` by a flow that is held ever since the link last held none."""
@@ -118,14 +97,14 @@ class Links(NamedTuple):
 class Seats(NamedTuple):
     """The hops on each link, in no order; what a level is computed from is side by side in memory."""
 
-    hop: Ints
+    hop: Int32s
     load: Floats
-    others: Ints
+    others: Int32s
     """The other links of the flow's path, `width` for each seat."""
     is_held: Floats
     """1 where the link holds the flow, else 0."""
-    of_hop: Ints
-    width: Ints
+    of_hop: Int32s
+    width: Int64s
 
 
 class Heaps(NamedTuple):
@@ -135,11 +114,11 @@ class Heaps(NamedTuple):
     """
 
     key: Floats
-    items: Ints
-    place: Ints
-    start: Ints
+    items: Int32s
+    place: Int32s
+    start: Int32s
     """The start of each heap in `key` and `items`."""
-    size: Ints
+    size: Int64s
 
 
 def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held: Heaps, dirty: Heaps) -> bool:
@@ -150,7 +129,7 @@ def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held:
     plus the link's). `held` has a heap for each link: the flows it holds, by the clock reading at which they end.
     `dirty` are the links whose level may have changed.
     """
-    n_tasks = len(g.delay_s)
+    n_tasks = g.counts[0]
     _find_followers(g, tasks)
     for task in range(n_tasks):
         if tasks.awaited[task] == 0:
@@ -182,11 +161,11 @@ def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held:
 
 
 def _find_followers(g: Graph, tasks: Tasks) -> None:
-    for i in range(len(g.dep_tasks)):
+    for i in range(g.counts[1]):
         g.next_start[g.dep_tasks[i] + 1] += 1
-    for task in range(len(g.delay_s)):
+    for task in range(g.counts[0]):
         g.next_start[task + 1] += g.next_start[task]
-    for task in range(len(g.delay_s)):
+    for task in range(g.counts[0]):
         for i in range(g.dep_start[task], g.dep_start[task + 1]):
             before = g.dep_tasks[i]
             g.next_tasks[g.next_start[before] + tasks.joined[before]] = task
@@ -217,7 +196,7 @@ def _join(g: Graph, links: Links, seats: Seats, dirty: Heaps, flow: int) -> bool
             return False
         seats.hop[seat] = hop
         seats.of_hop[hop] = seat
-        seats.load[seat] = g.hop_load[hop] if len(g.hop_load) > 0 else 1.0
+        seats.load[seat] = g.hop_load[hop] if g.counts[3] > 0 else 1.0
         seats.is_held[seat] = 0.0
         i = seat * width
         for other in range(g.path_start[flow], g.path_start[flow + 1]):
@@ -225,7 +204,7 @@ def _join(g: Graph, links: Links, seats: Seats, dirty: Heaps, flow: int) -> bool
                 seats.others[i] = g.path_links[other]
                 i += 1
         for padding in range(i, (seat + 1) * width):
-            seats.others[padding] = len(g.link_bytes_per_s)
+            seats.others[padding] = g.counts[2]
         links.taken[link] += 1
         _mark_dirty(links, dirty, link)
     return True
@@ -357,12 +336,11 @@ def _used(
     """Sum up the rates of the flows in some seats if the level of their link is `guess`.
 
     Returns (bytes/s of those that other links hold to less, the load of the rest, the highest rate of the former, the
-    lowest that others leave the latter, how many are misheld). Seats are counted unsigned: numba then skips its check
-    for negative indices.
+    lowest that others leave the latter, how many are misheld).
     """
     taken_bytes_per_s, rising_load, highest, lowest, right = 0.0, 0.0, 0.0, np.inf, 0.0
     most, place = min(guess, FINITE), first * width
-    for seat in range(np.uint64(first), np.uint64(last)):
+    for seat in range(first, last):
         # As _rate_elsewhere, written out: plain Python would call it for each seat.
         rate = min(level[others[place]], FINITE)
         for i in range(place + 1, place + width):
@@ -381,7 +359,7 @@ def _used(
 def _above(clean_level: Floats, others: Ints, first: int, last: int, lower: float, found: Ints) -> int:
     """Put those of the other links whose level is above `lower` into `found`. Returns how many they are."""
     n_found = 0
-    for i in range(np.uint64(first), np.uint64(last)):
+    for i in range(first, last):
         found[n_found] = others[i]
         n_found += clean_level[others[i]] > lower
     return n_found
@@ -432,7 +410,7 @@ def _hold(
 
 def _schedule(g: Graph, links: Links, events: Heaps, held: Heaps, link: int) -> None:
     """Set the time of the next end of a flow that a link holds."""
-    event = len(g.delay_s) + link
+    event = g.counts[0] + link
     if held.size[link] > 0:
         left_bytes = held.key[held.start[link]] - links.clock_bytes[link]
         _set_key(events, 0, event, links.read_s[link] + max(left_bytes, 0.0) / links.pace[link])
@@ -485,7 +463,7 @@ def _sift(heaps: Heaps, heap: int, item: int, key: float, place: int) -> None:
     heaps.place[item] = place
 
 
-_CALLED_BY_RUN = (
+CALLED_BY_RUN = (
     _find_followers,
     _start,
     _finish,
@@ -505,5 +483,5 @@ _CALLED_BY_RUN = (
     _used,
     _above,
 )
-_LOOPS = (_used, _above)
+LOOPS = (_used, _above)
 """Functions that are given the arrays they need, which processors run faster without all the others about."""

@@ -16,8 +16,8 @@ hundreds of solves. Every task still ends at its own time; only the links' rates
 fraction of the time. With more than 100,000 flows, events within a millionth of the time, or of a lower bound on the
 makespan, count as one.
 
-Both solvers run the same functions: `numba` compiles them, `python` runs them as they are on lists. Results are
-bitwise equal. Importing this module does not import numba.
+Both solvers run the same functions: `numba` runs the machine code that numba makes of them (machine_code.py), `python`
+runs them as they are on lists. Results are bitwise equal. Importing this module does not import numba.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sp_bench.simulate import _flows_numba as kernel
+from sp_bench.simulate import machine_code
 
 Solver = Literal["auto", "numba", "python"]
 Floats = NDArray[np.float64]
 ROW = ("C", "A", "W")
-"""Read-only or strided arrays would each make numba compile another version of the kernel."""
 AT_ONCE = 64
 """Flows that may be on a link at once at first: solving begins again, with memory for all of a link's flows, where
 they are more."""
-FEW_TASKS, FEW_IN_ALL = 1_000, 10_000
-"""Up to so many tasks of a graph, and of all graphs of a process, plain Python beats loading the compiled solver."""
+FEW_TASKS = 1_000
+"""Up to so many tasks of all graphs of a process, plain Python beats loading the machine code."""
 COUNTED_AT_ONCE = 2**20
 """Ids that are counted at once: a count takes eight bytes for each."""
 SAME_INSTANT, ABOUT_AN_INSTANT, MANY_FLOWS = 1e-12, 1e-6, 100_000
@@ -147,13 +147,13 @@ class LongerError(Exception):
 def solve(graph: TaskGraph, solver: Solver = "auto", *, least_s: float = 0.0, most_s: float = math.inf) -> Timing:
     """Simulate the graph from time 0. `least_s` is a lower bound on the makespan, if the caller has one.
 
-    `auto` takes numba where it can be imported and plain Python elsewhere; the results are bitwise equal. ValueError
+    `auto` takes numba where it is installed and plain Python elsewhere; the results are bitwise equal. ValueError
     on an unknown solver, and on a dependency cycle, naming tasks that never started. ImportError where `numba` is asked
     for and missing. LongerError as soon as the makespan is known to be above `most_s`.
     """
     if solver not in ("auto", "numba", "python"):
         raise ValueError(f"solver is {solver!r}: must be 'auto', 'numba' or 'python'")
-    compiled = solver == "numba" or (solver == "auto" and kernel.has_numba())
+    compiled = solver == "numba" or (solver == "auto" and machine_code.can_be_had())
     run = partial(_run, graph, least_s, most_s, compiled=compiled)
     solved = run(AT_ONCE) or run(graph.delay_s.size)
     assert solved, "a link has a seat for each of its flows"
@@ -173,12 +173,12 @@ def _run(
     if not compiled:
         # Indexing a list is several times faster than indexing an array, and the functions only index.
         arguments = tuple(type(fields)(*(array.tolist() for array in fields)) for fields in arguments)
-    is_solved = (kernel.compiled_run() if compiled else kernel.run)(*arguments)
+    is_solved = (machine_code.run() if compiled else kernel.run)(*arguments)
     return (arguments[1], arguments[4]) if is_solved else None
 
 
 def prepare() -> None:
-    """Compile the solver, which takes about ten seconds once: numba keeps it on the disk for all later processes."""
+    """Compile the solver, which takes about ten seconds once: its machine code is kept for all later processes."""
     one, none = np.ones(1), np.zeros(0, np.int32)
     graph = TaskGraph(
         delay_s=0 * one,
@@ -197,10 +197,10 @@ def prepare() -> None:
 
 def sooner(graph: TaskGraph) -> Solver:
     """The solver that will have solved a graph sooner: `python` as long as this process has solved few tasks so and has
-    not loaded the compiled one, which takes as long as some thousand tasks in Python.
+    not loaded the machine code, which takes as long as some hundred tasks in Python.
     """
-    tasks, is_loaded = graph.delay_s.size, kernel.compiled_run.cache_info().currsize > 0
-    if is_loaded or tasks > FEW_TASKS or _InPython.tasks + tasks > FEW_IN_ALL:
+    tasks, is_loaded = graph.delay_s.size, machine_code.run.cache_info().currsize > 0
+    if is_loaded or _InPython.tasks + tasks > FEW_TASKS:
         return "auto"
     _InPython.tasks += tasks
     return "python"
@@ -283,6 +283,7 @@ def _kernel_arguments(graph: TaskGraph, least_s: float, most_s: float, at_once: 
         link_seat_start=link_seat_start,
         same_instant=_same_instant(graph, least_s),
         most_s=np.array([most_s]),
+        counts=np.array([tasks, graph.dep_tasks.size, links, hop_load.size], np.int64),
     )
     task_state = kernel.Tasks(
         start_s=np.full(tasks, np.nan),
@@ -310,7 +311,7 @@ def _kernel_arguments(graph: TaskGraph, least_s: float, most_s: float, at_once: 
     seats = kernel.Seats(
         hop=np.zeros(seats_of_all, np.int32),
         load=np.zeros(seats_of_all),
-        others=np.zeros(seats_of_all * width, np.uint32),  # unsigned: numba skips its check for negative indices
+        others=np.zeros(seats_of_all * width, np.int32),
         is_held=np.zeros(seats_of_all),
         of_hop=np.zeros(hops, np.int32),
         width=np.array([width]),

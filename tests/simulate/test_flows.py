@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_bench.simulate import _flows_numba as kernel
-from sp_bench.simulate import flows
+from sp_bench.simulate import flows, machine_code
 from sp_bench.simulate.flows import LongerError, Solver, TaskGraph, solve, sooner
 from tests.support.flow_graphs import RELATIVE, SOLVERS, Task, assert_within_capacity, exact_finish_s, graph_of
 from tests.support.marks import exhaustive
@@ -142,33 +142,45 @@ def test_both_engines_give_the_same_bits() -> None:
 
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
-def test_the_compiled_solver_counts_no_references() -> None:
-    """Each count is an atomic instruction, and together they would take longer than all that is solved."""
-    solve(TaskGraph(**VALID), "numba")
-    folder = Path(vars(kernel.compiled_run())["_cache"].cache_path)
-    compiled = max(folder.glob("_flows_numba.run-*.nbc"), key=lambda path: path.stat().st_mtime).read_bytes()
-    assert b"_flows_numba3run" in compiled
-    assert b"NRT_incref" not in compiled
+def test_a_process_loads_the_machine_code_that_an_earlier_one_has_kept_and_no_numba() -> None:
+    flows.prepare()
+    script = "import sys; from sp_bench.simulate.flows import prepare; prepare(); print('numba' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ran.stdout.strip(), ran.stderr) == ("False", "")
 
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
-def test_what_is_compiled_once_serves_every_graph() -> None:
-    flows.prepare()
-    (only,) = kernel.compiled_run().signatures  # type: ignore[attr-defined]
-    tasks = [Task(0.5, 1.0, (0, 1), loads=(0.5, 2.0), cap=0.75, weight=2.0), Task(0.0, 1.0, (1,), after=(0,))]
-    solve(graph_of(tasks, [1.0, 3.0]), "numba")
-    solve(TaskGraph(**VALID), "numba")
-    assert kernel.compiled_run().signatures == [only]  # type: ignore[attr-defined]
+def test_machine_code_is_given_arrays_of_its_types_alone() -> None:
+    """It reads them as pointers: those of another type would be read as what they are not."""
+    arguments = flows._kernel_arguments(TaskGraph(**VALID), 0.0, np.inf, flows.AT_ONCE)
+    graph, *others = arguments
+    for wrong in (graph.delay_s.astype(np.float32), np.repeat(graph.delay_s, 2)[::2]):
+        with pytest.raises(TypeError, match="must be float64 in one piece"):
+            machine_code.run()(graph._replace(delay_s=wrong), *others)
+    assert machine_code.run()(*arguments)
+
+
+def test_machine_code_is_kept_where_it_can_be_and_what_is_not_whole_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    files = [tmp_path / "file" / "a.o", tmp_path / "users" / "a.o"]
+    monkeypatch.setattr(machine_code, "_files", lambda key: files)
+    assert machine_code._kept("key") is None
+    machine_code._keep("key", b"machine code")
+    assert machine_code._kept("key") == b"machine code"
+    files[1].write_bytes(files[1].read_bytes()[:-1])
+    assert machine_code._kept("key") is None
 
 
 def test_a_process_solves_few_tasks_in_python_before_it_loads_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "compiled_run", cache(lambda: None))
+    monkeypatch.setattr(machine_code, "run", cache(lambda: None))
     monkeypatch.setattr(flows._InPython, "tasks", 0)
-    few, many = (graph_of([Task(1.0, 0.0, ())] * tasks, [1.0]) for tasks in (flows.FEW_TASKS, flows.FEW_TASKS + 1))
+    few, many = (graph_of([Task(1.0, 0.0, ())] * tasks, [1.0]) for tasks in (flows.FEW_TASKS // 4, flows.FEW_TASKS + 1))
     assert sooner(many) == "auto"
-    assert [sooner(few) for _ in range(12)] == 10 * ["python"] + 2 * ["auto"]
+    assert [sooner(few) for _ in range(6)] == 4 * ["python"] + 2 * ["auto"]
     monkeypatch.setattr(flows._InPython, "tasks", 0)
-    kernel.compiled_run()
+    machine_code.run()
     assert sooner(few) == "auto"
 
 
@@ -414,5 +426,5 @@ print("numba" in sys.modules)
 
 def test_auto_does_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.setattr(kernel, "compiled_run", None)
+    monkeypatch.setattr(machine_code, "run", None)
     assert solve(TaskGraph(**VALID), "auto").finish_s.tolist() == [1.0, 3.5]
