@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 from typing import ClassVar, Literal, Self, TypeVar
 
 from sp_bench.methods.mesh_schedule import SCHEDULES, Tile
@@ -217,11 +218,12 @@ def travelling(phase: str) -> tuple[Tensor, ...]:
 
 def blocks_of(chunks: Sequence[Chunk]) -> Callable[[int, int], Attend | AttendBackward]:
     """A function that makes the block of row u and column v of a tile, of the rank's own chunks of what travels."""
-    if len(chunks) == 3:
-        q, kv, o = chunks
-        return lambda u, v: Attend(q.at(u), kv.at(v), o.at(u))
-    odoq, kv, dq, dkv = chunks
-    return lambda u, v: AttendBackward(odoq.at(u), kv.at(v), dq.at(u), dkv.at(v))
+    at = [cache(chunk.at) for chunk in chunks]  # a tile has a + b chunks of each, and a * b blocks
+    if len(at) == 3:
+        q, kv, o = at
+        return lambda u, v: Attend(q(u), kv(v), o(u))
+    odoq, kv, dq, dkv = at
+    return lambda u, v: AttendBackward(odoq(u), kv(v), dq(u), dkv(v))
 
 
 def tiles(n: int) -> list[tuple[int, int]]:

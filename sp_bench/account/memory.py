@@ -77,7 +77,7 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     standing += sum(held_bytes(tensor, summed) for tensor, summed in neutral.items())
     owners = _first_ranks(plan, problem)
     change: list[np.ndarray | int] = [0] * (len(plan.ops) + 2)
-    released = {index: len(plan.ops) - 1 for index, op in plan if isinstance(op, Transfer)}
+    released = {index: len(plan.ops) - 1 for index, _ in plan.transfers}
     released |= released_by(plan, lowering.waits)
     of_rows = _bytes_of_rows(plan, problem, unsummed)
     for value in flow.first_use:

@@ -66,12 +66,11 @@ def _is_statistic(tensor: str, name: str) -> bool:
 def volume(plan: Plan, problem: Problem) -> Volume:
     """Bytes that every rank sends in a plan."""
     ranks, wanted, sent = np.arange(problem.n), demand(plan, problem), {}
-    for index, op in plan:
-        if isinstance(op, Transfer):
-            for sizes in messages(op, problem, ranks, wanted.get(index)):
-                for name, size in sizes.items():
-                    counted = sent.setdefault((op.lane, op.tensor.name, name), np.zeros(problem.n, np.int64))
-                    counted += size
+    for index, op in plan.transfers:
+        for sizes in messages(op, problem, ranks, wanted.get(index)):
+            for name, size in sizes.items():
+                counted = sent.setdefault((op.lane, op.tensor.name, name), np.zeros(problem.n, np.int64))
+                counted += size
     return Volume(sent)
 
 
@@ -90,12 +89,12 @@ def traffic(plan: Plan, problem: Problem, cluster: Cluster | None = None) -> Tra
     sent, collectives = dict[Pair, np.ndarray](), Counter[Collective]()
     # A plan has thousands of operations, of few kinds: those to the same peers, of one tensor, in chunks of one size.
     alike = dict[tuple[Group | Exchange, int, Tensor] | int, list[int]]()
-    for index, op in plan:
+    for index, op in plan.transfers:
         if isinstance(op, Collective) and cluster:
             collectives[replace(op, lane="")] += 1
         elif isinstance(op, Pass) and problem.is_even and not op.against and index not in wanted:
             alike.setdefault((op.group, op.shift, op.send.tensor), []).append(index)
-        elif isinstance(op, Transfer):
+        else:
             alike[index] = [index]
     by_flow = Traffic()
     for op, times in collectives.items():

@@ -15,9 +15,8 @@ from sp_bench.plan.transfers import peers
 def previous_on_lane(plan: Plan) -> dict[int, int]:
     """{transfer: the transfer before it on its lane}, as indices of operations."""
     by_lane: dict[str, list[int]] = {}
-    for index, op in plan:
-        if isinstance(op, Transfer):
-            by_lane.setdefault(op.lane, []).append(index)
+    for index, op in plan.transfers:
+        by_lane.setdefault(op.lane, []).append(index)
     return {index: before for indices in by_lane.values() for before, index in pairwise(indices)}
 
 

@@ -22,7 +22,6 @@ from sp_bench.plan.ops import (
     Plan,
     ReduceScatter,
     RowCollective,
-    Transfer,
     TreeReduce,
 )
 from sp_bench.plan.problem import Problem
@@ -75,8 +74,7 @@ def unsummed_partials(plan: Plan, problem: Problem) -> frozenset[Chunk]:
         if isinstance(op, Gathered) and not summed.isdisjoint(op.writes):  # which lie behind each other
             summed |= {chunk for chunk in op.writes if chunk.tensor.of_keys and chunk.index}
     if problem.wire_dtype == problem.accumulate_dtype:
-        transfers = (op for op in plan.ops if isinstance(op, Transfer) and op.reads)
-        summed |= {chunk for op in transfers if op.tensor.is_partial for chunk in op.reads}
+        summed |= {chunk for _, op in plan.transfers if op.tensor.is_partial for chunk in op.reads}
     return frozenset(value.chunk for value in writers) - summed
 
 
@@ -84,6 +82,8 @@ def read_together(plan: Plan, unsummed: Container[Chunk]) -> frozenset[Chunk]:
     """The gradients of keys that may stay in the result of the kernel call that made them: those of a fused block, all
     of which one reduction packs, and nothing else reads. The result lives as long as its parts.
     """
+    if Fused not in plan.kinds:
+        return frozenset()
     readers: dict[Chunk, list[int]] = {}
     for index, op in plan:
         for chunk in op.reads:
@@ -125,7 +125,7 @@ def staging_buffers(
     # A plan has thousands of operations, of few kinds.
     sent_as = cache(lambda tensor: chunk_specs(problem, tensor, wire=True))
     needs_cast = cache(lambda tensor, summed: problem.needs_cast(tensor, summed=summed))
-    for op in plan.ops:
+    for _, op in plan.transfers:
         if isinstance(op, AllToAll):
             pieces = tuple(
                 TensorSpec(

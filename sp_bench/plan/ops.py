@@ -135,10 +135,15 @@ class Plan:
         """Its Gathered blocks, by operation."""
         return {index: op for index, op in self if isinstance(op, Gathered)}
 
+    @cached_property
+    def transfers(self) -> tuple[tuple[int, Transfer], ...]:
+        """Its transfers, with their places among the operations: few, in plans of thousands of blocks."""
+        return tuple((index, op) for index, op in self if isinstance(op, Transfer))
+
     @property
     def lanes(self) -> tuple[str, ...]:
         """The lanes in order of first use."""
-        return tuple(dict.fromkeys(op.lane for op in self.ops if isinstance(op, Transfer)))
+        return tuple(dict.fromkeys(op.lane for _, op in self.transfers))
 
     def __iter__(self) -> Iterator[tuple[int, Op]]:
         return iter(enumerate(self.ops))

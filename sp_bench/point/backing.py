@@ -27,7 +27,7 @@ from sp_bench.lower import DEFAULT_TRANSPORT
 from sp_bench.plan.documents import Documents
 from sp_bench.plan.groups import is_shared
 from sp_bench.plan.mask import WHOLE
-from sp_bench.plan.ops import AllToAll, Plan, RowCollective, Transfer
+from sp_bench.plan.ops import AllToAll, Plan, RowCollective
 from sp_bench.plan.transfers import peers
 from sp_bench.point.choose import simulated
 from sp_bench.point.request import Request
@@ -139,7 +139,7 @@ def transfers_of(plans: Iterable[Plan], *, of_packs: bool = False) -> str:
     Casts of rows are kinds of their own where they are few: under packs. Those of queries are not those of keys.
     """
     kinds = set()
-    for op in (op for plan in plans for op in plan.ops if isinstance(op, Transfer)):
+    for _, op in (each for plan in plans for each in plan.transfers):
         if not any(is_shared(group) for group, _ in peers(op)):
             continue
         passed = "KV passed on" if op.tensor.of_keys else "Q and outputs passed on"
@@ -189,11 +189,12 @@ def kind_of(request: Request, plans: Iterable[Plan]) -> Kind:
     return Kind(request.workload.name, mask, transfers_of(plans, of_packs=mask == PACKS), links)
 
 
-def figures_of(config: Mapping[str, Any], kind: Kind, kernel: str) -> str:
-    """A hash of what the times of points of a kind depend on, of the section `cluster` of a config.
+def figures_of(config: Mapping[str, Any], kind: Kind, *kernels: str) -> list[str]:
+    """A hash of what the times of points of a kind depend on, of the section `cluster` of a config, with each of some
+    kernels.
 
     Neither the cluster's name nor where its figures are from is part of it. What connects nodes is, where there are
-    several. `kernel` are the kernel figures that are simulated with (Device.figures).
+    several. `kernels` are the kernel figures that are simulated with (Device.figures).
     """
     section = msgspec.to_builtins(read(ClusterSection, config, "cluster"), str_keys=True)
     names = ("cores", "gpus_per_node", "intra", "lab", "hosts")
@@ -203,7 +204,8 @@ def figures_of(config: Mapping[str, Any], kind: Kind, kernel: str) -> str:
     tables = [(name, table) for name, table in section["device"]["rates"].items() if not table["v_head_dim"]]
     without = ("v_head_dim", *(() if kind.mask == PACKS else OF_PACKS))
     device["rates"] = {name: {k: v for k, v in table.items() if k not in without} for name, table in tables}
-    return digest({"device": device, "kernel": kernel, **{name: section[name] for name in names}})
+    others = {name: section[name] for name in names}
+    return [digest({"device": device, "kernel": kernel, **others}) for kernel in kernels]
 
 
 def validated(request: Request, choice: Choice) -> Validation:
@@ -226,7 +228,8 @@ def validated(request: Request, choice: Choice) -> Validation:
         return Validation(kind, None, f"measurements of {kind} exchange all heads at once")
     if FUSED in choice.variant.split():
         return Validation(kind, None, f"measurements of {kind} have no fused blocks")
-    if figures_of(request.config["cluster"], kind, device.figures(choice.problem)) not in row.clusters.values():
+    (figures,) = figures_of(request.config["cluster"], kind, device.figures(choice.problem))
+    if figures not in row.clusters.values():
         return Validation(kind, None, f"measurements of {kind} are of {_measured_on(request, choice, row)}")
     return _with_implementation(request.cluster, choice, row)
 
@@ -234,8 +237,10 @@ def validated(request: Request, choice: Choice) -> Validation:
 def _measured_on(request: Request, choice: Choice, row: Backing) -> str:
     """The kernel, or the clusters, that were measured in place of a choice whose figures are others, in words."""
     device, kind = request.cluster.device, row.kind
-    for kernel, figures in device.other_figures(choice.problem):
-        if figures_of(request.config["cluster"], kind, figures) in row.clusters.values():
+    others = device.other_figures(choice.problem)
+    hashes = figures_of(request.config["cluster"], kind, *(figures for _, figures in others))
+    for (kernel, _), figures in zip(others, hashes, strict=True):
+        if figures in row.clusters.values():
             return f"kernel={kernel}"
     return f"{', '.join(row.clusters)}, whose figures are others"
 

@@ -35,7 +35,7 @@ def lower_bounds(
     """
     network, hosts = cluster.network(plan.n), cluster.hosts
     between = {level.name for level in network.topology.between(network.gpus_per_node)}
-    lanes, by_class = len({op.lane for op in plan.ops if isinstance(op, Transfer)}), {}
+    lanes, by_class = len(plan.lanes), {}
     for name, links in link_classes(network).items():
         carried = crossing[links]
         if hosts and lanes and name in between:
@@ -91,7 +91,7 @@ def _latency_s(plan: Plan, problem: Problem, cluster: Cluster, pipelined: Contai
         there = wanted[index].there[op.target(ranks)] if isinstance(op, Pass) and index in wanted else 1
         return longest_s(tuple(pairs)) * there
 
-    for index, op in plan:
+    for index, op in plan.transfers:
         if isinstance(op, AllGather | ReduceScatter):
             size = sum(sum(sizes.values()) for sizes in messages(op, problem, 0))
             if way := cluster.algorithm(op, problem, size):
@@ -99,6 +99,6 @@ def _latency_s(plan: Plan, problem: Problem, cluster: Cluster, pipelined: Contai
                 continue
         if isinstance(op, TreeReduce):  # round after round
             lanes[op.lane] = lanes.get(op.lane, 0.0) + sum(latency_s(*pair) for pair in peers(op))
-        elif isinstance(op, Transfer) and index not in pipelined and (pairs := peers(op)):
+        elif index not in pipelined and (pairs := peers(op)):
             lanes[op.lane] = lanes.get(op.lane, 0.0) + sent_s(index, op, pairs)
     return max((float(np.max(seconds)) for seconds in lanes.values()), default=0.0)

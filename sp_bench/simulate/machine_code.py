@@ -137,14 +137,14 @@ def _key(*host: str) -> str:
 
 
 def _files(key: str) -> Iterator[Path]:
-    """Where machine code may be kept: with the bytecode or, if that can't be written, in the user's folder."""
+    """The files that machine code may be kept in: beside the bytecode and, if that can't be written, the user's own."""
     name = f"flows-{key}.o"
     yield Path(__file__).parent / "__pycache__" / name
     yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sp_bench" / name
 
 
 def _kept(key: str) -> bytes | None:
-    """What an earlier process has kept, if it is whole."""
+    """The machine code that an earlier process has kept, if it is whole."""
     for file in _files(key):
         with suppress(OSError):
             content = file.read_bytes()

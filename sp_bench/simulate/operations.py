@@ -85,7 +85,7 @@ class OperationCosts:
         self.wanted = demand(plan, problem)
         """By operation, on which ranks it has something to receive or to fold, and which rows (plan.demand)."""
         self._brought = _brought(plan, self.wanted)
-        self._first_transfer = next((index for index, op in plan if isinstance(op, Transfer)), None)
+        self._first_transfer = next((index for index, _ in plan.transfers), None)
 
     def varying(self) -> Iterator[np.ndarray]:
         """Costs that may differ by rank, but for those of blocks, in seconds: (n,) each."""
@@ -368,6 +368,8 @@ def work_s(plan: Plan, problem: Problem, cluster: Cluster, ranks: np.ndarray) ->
 def _brought(plan: Plan, wanted: Demand) -> dict[int, tuple[int, Pass | GroupReduce]]:
     """By fold or transfer, the transfer that brought its operand, where that may have sent only some rows of it."""
     brings, brought_by = dict[Chunk, tuple[int, Pass | GroupReduce]](), dict[int, tuple[int, Pass | GroupReduce]]()
+    if not any(_sends_rows(index, op, wanted) for index, op in plan.transfers):
+        return brought_by
     for index, op in plan:
         operand = op.part if isinstance(op, Fold) else op.send if isinstance(op, Pass) else None
         if operand and operand in brings:
@@ -379,6 +381,11 @@ def _brought(plan: Plan, wanted: Demand) -> dict[int, tuple[int, Pass | GroupRed
         elif isinstance(op, GroupReduce):
             brings[op.writes[0]] = index, op
     return brought_by
+
+
+def _sends_rows(index: int, op: Transfer, wanted: Demand) -> bool:
+    """Whether a transfer may send only some rows of what it sends."""
+    return isinstance(op, GroupReduce) or (isinstance(op, Pass) and bool(op.against)) or _in_runs(wanted, index)
 
 
 def _in_runs(wanted: Demand, index: int) -> bool:

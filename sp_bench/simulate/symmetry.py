@@ -30,7 +30,7 @@ Permutation = np.ndarray
 
 def rotations(plan: Plan, network: Network) -> Sequence[Permutation]:
     """For each group of a plan, the smallest rotation that leaves all its groups, and the network, the same."""
-    groups = dict.fromkeys(group for op in plan.ops if isinstance(op, Transfer) for group in _groups(op))
+    groups = dict.fromkeys(group for _, op in plan.transfers for group in _groups(op))
     return _rotations(tuple(groups), plan.n, network)
 
 

@@ -185,7 +185,7 @@ def figures_with(cluster: str, kernel: str, dtype: str, kind: Kind) -> str:
     keys = [f"cluster={cluster}", f"kernel={kernel}", f"dtype={dtype}", "gpus=8", "seqlen=64k", "mode=simulate"]
     with Composer() as composer:
         request = resolve(composer.compose([*keys, "method=all_gather", "logger=none"]))
-    return figures_of(request.config["cluster"], kind, request.cluster.device.figures(request.problem))
+    return figures_of(request.config["cluster"], kind, request.cluster.device.figures(request.problem))[0]
 
 
 def point_name(point: Mapping[str, Any]) -> str:

@@ -98,7 +98,7 @@ def _simulation(keys: tuple[str, ...], stages: int, microbatches: int) -> Step:
         attention_s=1e-3 * times * (record.attention_ms or 0.0),
         peak_bytes=record.peak_mem_bytes_max or 0.0,
         kind=kind,
-        figures=figures_of(request.config["cluster"], kind, record.kernel or ""),
+        figures=figures_of(request.config["cluster"], kind, record.kernel or "")[0],
     )
 
 
