@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -52,7 +53,7 @@ def run() -> Callable[..., bool]:
     key = _key(llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
     code = _kept(key)
     if code is None:
-        print("Compiling the simulator's solver: ten seconds or more, once.", file=sys.stderr, flush=True)
+        print("Compiling the simulator's solver: ten seconds or more.", file=sys.stderr, flush=True)
         code = _compiled()
         _keep(key, code)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
@@ -155,9 +156,14 @@ def _kept(key: str) -> bytes | None:
 
 
 def _keep(key: str, code: bytes) -> None:
-    """Keep machine code for later processes, if it can be."""
+    """Keep machine code for later processes, if it can be, and say so if it can't."""
     for file in _files(key):
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, hashlib.sha256(code).digest() + code)
             return
+    folders = " and ".join(str(file.parent) for file in _files(key))
+    warnings.warn(
+        f"{folders} can't be written, so that every process compiles the solver: a writable XDG_CACHE_HOME would work",
+        stacklevel=2,
+    )

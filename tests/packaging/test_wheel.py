@@ -97,7 +97,7 @@ DESCRIPTION = "from sp_bench.describe import main; assert main(['method=mesh', '
 
 
 IN_THIS_PROCESS = POINT.replace("'gpus=16'", "'gpus=16', 'baseline=null'")
-SELDOM = {"numba", "numpy.ma", "numpy.random"}
+SELDOM = {"llvmlite", "numba", "numpy.ma", "numpy.random"}
 """Modules that few points need, and tenths of a second of start-up."""
 
 

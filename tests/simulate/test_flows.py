@@ -171,6 +171,9 @@ def test_machine_code_is_kept_where_it_can_be_and_what_is_not_whole_is_not_read(
     assert machine_code._kept("key") == b"machine code"
     files[1].write_bytes(files[1].read_bytes()[:-1])
     assert machine_code._kept("key") is None
+    del files[1]
+    with pytest.warns(UserWarning, match="file can't be written, .* a writable XDG_CACHE_HOME would work"):
+        machine_code._keep("key", b"machine code")
 
 
 def test_a_process_solves_few_tasks_in_python_before_it_loads_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:
