@@ -14,7 +14,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.groups import UP, Exchange, Group
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.ops import Plan, Transfer
+from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 
 
@@ -37,8 +37,8 @@ def used_groups(n: int) -> list[Used]:
     """The groups of all methods' plans on n ranks."""
     groups = dict[Used, str]()
     for plan in _plans(n):
-        for op in plan.ops:
-            if isinstance(op, Transfer) and (isinstance(op.group, Exchange) or op.group.size > 1):
+        for _, op in plan.transfers:
+            if isinstance(op.group, Exchange) or op.group.size > 1:
                 group = op.group if isinstance(op.group, Exchange) else op.group._replace(way=UP)
                 one = Used(plan.lanes.index(op.lane), group, not by_messages(op))
                 groups.setdefault(one, str(one))

@@ -150,7 +150,7 @@ def _lowered(plan: Plan, problem: Problem, transport: TransportKind) -> Lowering
 def _rows_received(plan: Plan, problem: Problem, order: Schedule) -> dict[ReceiveBuffer, tuple[TensorSpec, ...]]:
     """The tensors of each buffer for rows: as many rows as the transfer with most of those that share it."""
     by_buffer: dict[ReceiveBuffer, tuple[TensorSpec, ...]] = {}
-    for index, op in plan:
+    for index, op in plan.transfers:
         if isinstance(op, RowCollective):
             buffer = order.receive_buffers[index]
             by_buffer[buffer] = max(by_buffer.get(buffer, ()), rows_specs(problem, op, sent=False))

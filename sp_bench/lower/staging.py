@@ -88,7 +88,7 @@ def read_together(plan: Plan, unsummed: Container[Chunk]) -> frozenset[Chunk]:
     for index, op in plan:
         for chunk in op.reads:
             readers.setdefault(chunk, []).append(index)
-    reductions = {index for index, op in plan if isinstance(op, ReduceScatter)}
+    reductions = {index for index, op in plan.transfers if isinstance(op, ReduceScatter)}
     together, kept = set[Chunk](), {*plan.ends_with}
     for op in plan.ops:
         of_keys = {chunk for chunk in op.writes if chunk.tensor.of_keys} if isinstance(op, Fused) else set[Chunk]()
@@ -105,7 +105,7 @@ def sliced_in_place(plan: Plan, problem: Problem, unsummed: Container[Chunk]) ->
     """
     if problem.head_slices == 1:
         return frozenset()
-    exchanged = [op for op in plan.ops if isinstance(op, AllToAll)]
+    exchanged = [op for _, op in plan.transfers if isinstance(op, AllToAll)]
     read = {chunk for op in exchanged for chunk in op.reads}
     read -= {chunk for op in plan.ops if not isinstance(op, AllToAll) for chunk in op.reads}
     as_held = {op.recv for op in exchanged if _held_as_result(op.recv, problem, unsummed)}

@@ -120,8 +120,8 @@ def _receive_buffers(plan: Plan, flow: Dataflow) -> tuple[dict[int, ReceiveBuffe
     occupied: dict[tuple[Tensor, bool, int, bool], list[tuple[int, ReceiveBuffer, Values]]] = {}
     """For each kind of buffer, (tensor, arriving, chunks, of_rows), a heap by the last use of the values in it."""
     made = 0
-    for index, op in plan:
-        if not isinstance(op, Transfer) or not op.writes or op.writes[0] in ends_with:
+    for index, op in plan.transfers:
+        if not op.writes or op.writes[0] in ends_with:
             continue
         first, values = op.writes[0], flow.writes[index]
         size = op.group.size if isinstance(op, AllGather) else 1

@@ -120,7 +120,7 @@ def _sends_sums(plan: Plan, problem: Problem, transport: TransportKind) -> bool:
         by_library = isinstance(op, ReduceScatter) and adds_up_on_the_way(op, problem, transport)
         return by_library or isinstance(op, TreeReduce) or not summed.isdisjoint(op.reads)
 
-    return any(op.tensor.is_partial and of_sums(op) for op in plan.ops if isinstance(op, Transfer) and op.reads)
+    return any(op.tensor.is_partial and of_sums(op) for _, op in plan.transfers if op.reads)
 
 
 def exactness_of(gate: GateErrors, timed: GateErrors) -> Exactness:

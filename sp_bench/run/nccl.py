@@ -32,7 +32,7 @@ from sp_bench.lower import DEFAULT_TRANSPORT, LAUNCH_ORDER, NCCL, ORDERED_FROM, 
 from sp_bench.lower.early import by_messages
 from sp_bench.machine import boot_id
 from sp_bench.plan.groups import Group, is_shared
-from sp_bench.plan.ops import Pass, Plan, Transfer
+from sp_bench.plan.ops import Pass, Plan
 from sp_bench.run.gloo import GlooTransport, HostTransport
 from sp_bench.run.groups import gathered, own_group
 from sp_bench.run.patience import before_use, first_timeout, use_of
@@ -112,8 +112,8 @@ class NcclTransport(Transport):
     def prepare(self, plans: Iterable[Plan]) -> None:
         """Connect the lanes' communicators, in the order in which plans use them, which is the same on all ranks."""
         for plan in plans:
-            for op in plan.ops:
-                if isinstance(op, Transfer) and is_shared(op.group):
+            for _, op in plan.transfers:
+                if is_shared(op.group):
                     lane, members = plan.lanes.index(op.lane), self._members(op.group)
                     for key in self._parts(lane, members) if by_messages(op) else [(lane, members, Part.WHOLE)]:
                         if not isinstance(op, Pass) or set(key[1]) - self.others - {self._rank}:

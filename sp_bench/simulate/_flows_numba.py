@@ -32,6 +32,8 @@ SAME_LEVEL = 1e-14
 """A level that would change by less than this, relative to it, stays as it is: that is rounding."""
 FINITE = 1e300
 """Stands for inf where that times 0 must be 0."""
+TASKS, LINKS, LOADS = range(3)
+"""The entries of Graph.counts."""
 
 
 class Graph(NamedTuple):
@@ -56,7 +58,7 @@ class Graph(NamedTuple):
     most_s: Floats
     """One entry: events after this time are left."""
     counts: Int64s
-    """How many tasks, dependencies, links and loads of hops there are: pointers have no lengths."""
+    """How many tasks, links and entries of hop_load there are: pointers have no lengths."""
 
 
 class Tasks(NamedTuple):
@@ -129,7 +131,7 @@ def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held:
     plus the link's). `held` has a heap for each link: the flows it holds, by the clock reading at which they end.
     `dirty` are the links whose level may have changed.
     """
-    n_tasks = g.counts[0]
+    n_tasks = g.counts[TASKS]
     _find_followers(g, tasks)
     for task in range(n_tasks):
         if tasks.awaited[task] == 0:
@@ -161,11 +163,12 @@ def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held:
 
 
 def _find_followers(g: Graph, tasks: Tasks) -> None:
-    for i in range(g.counts[1]):
+    n_tasks = g.counts[TASKS]
+    for i in range(g.dep_start[n_tasks]):
         g.next_start[g.dep_tasks[i] + 1] += 1
-    for task in range(g.counts[0]):
+    for task in range(n_tasks):
         g.next_start[task + 1] += g.next_start[task]
-    for task in range(g.counts[0]):
+    for task in range(n_tasks):
         for i in range(g.dep_start[task], g.dep_start[task + 1]):
             before = g.dep_tasks[i]
             g.next_tasks[g.next_start[before] + tasks.joined[before]] = task
@@ -196,7 +199,7 @@ def _join(g: Graph, links: Links, seats: Seats, dirty: Heaps, flow: int) -> bool
             return False
         seats.hop[seat] = hop
         seats.of_hop[hop] = seat
-        seats.load[seat] = g.hop_load[hop] if g.counts[3] > 0 else 1.0
+        seats.load[seat] = g.hop_load[hop] if g.counts[LOADS] > 0 else 1.0
         seats.is_held[seat] = 0.0
         i = seat * width
         for other in range(g.path_start[flow], g.path_start[flow + 1]):
@@ -204,7 +207,7 @@ def _join(g: Graph, links: Links, seats: Seats, dirty: Heaps, flow: int) -> bool
                 seats.others[i] = g.path_links[other]
                 i += 1
         for padding in range(i, (seat + 1) * width):
-            seats.others[padding] = g.counts[2]
+            seats.others[padding] = g.counts[LINKS]
         links.taken[link] += 1
         _mark_dirty(links, dirty, link)
     return True
@@ -410,7 +413,7 @@ def _hold(
 
 def _schedule(g: Graph, links: Links, events: Heaps, held: Heaps, link: int) -> None:
     """Set the time of the next end of a flow that a link holds."""
-    event = g.counts[0] + link
+    event = g.counts[TASKS] + link
     if held.size[link] > 0:
         left_bytes = held.key[held.start[link]] - links.clock_bytes[link]
         _set_key(events, 0, event, links.read_s[link] + max(left_bytes, 0.0) / links.pace[link])

@@ -36,6 +36,7 @@ from sp_bench.simulate import machine_code
 Solver = Literal["auto", "numba", "python"]
 Floats = NDArray[np.float64]
 ROW = ("C", "A", "W")
+"""The machine code reads memory in one piece."""
 AT_ONCE = 64
 """Flows that may be on a link at once at first: solving begins again, with memory for all of a link's flows, where
 they are more."""
@@ -283,7 +284,7 @@ def _kernel_arguments(graph: TaskGraph, least_s: float, most_s: float, at_once: 
         link_seat_start=link_seat_start,
         same_instant=_same_instant(graph, least_s),
         most_s=np.array([most_s]),
-        counts=np.array([tasks, graph.dep_tasks.size, links, hop_load.size], np.int64),
+        counts=np.array([tasks, links, hop_load.size], np.int64),
     )
     task_state = kernel.Tasks(
         start_s=np.full(tasks, np.nan),

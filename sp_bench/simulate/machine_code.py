@@ -50,13 +50,15 @@ def run() -> Callable[..., bool]:
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    key = _key(llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
-    code = _kept(key)
+    host = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    machine = llvm.Target.from_default_triple().create_target_machine(*host, opt=3, jit=True, codemodel="jitdefault")
+    key = _key(*host)
+    code = kept(key)
     if code is None:
         print("Compiling the simulator's solver: ten seconds or more.", file=sys.stderr, flush=True)
-        code = _compiled()
-        _keep(key, code)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
+        code = machine.emit_object(_compiled())
+        keep(key, code)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     types = _types()
@@ -87,8 +89,8 @@ def _types() -> list[type[np.generic]]:
     return [get_args(get_args(array)[1])[0] for array in arrays]
 
 
-def _compiled() -> bytes:
-    """The machine code, as an object file with one function, NAME."""
+def _compiled() -> Any:
+    """An LLVM module of `kernel.run`, by numba, with one function that others see, NAME."""
     import llvmlite.binding as llvm
     import numba
     from numba.extending import register_jitable
@@ -109,7 +111,7 @@ def _compiled() -> bytes:
         )
     (outer,) = (each for each in module.functions if not each.is_declaration and _of_pointers.__name__ in each.name)
     outer.name = NAME
-    return _target_machine().emit_object(module)
+    return module
 
 
 def _of_pointers(inner: Callable[..., bool]) -> Callable[..., bool]:
@@ -122,14 +124,6 @@ def _of_pointers(inner: Callable[..., bool]) -> Callable[..., bool]:
     return known["_of_pointers"]
 
 
-def _target_machine() -> Any:
-    import llvmlite.binding as llvm
-
-    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    host = llvm.Target.from_default_triple()
-    return host.create_target_machine(cpu, features, opt=3, jit=True, codemodel="jitdefault")
-
-
 def _key(*host: str) -> str:
     """A name that is another one wherever the machine code might be."""
     sources = [Path(file).read_text() for file in (kernel.__file__, __file__)]
@@ -137,16 +131,16 @@ def _key(*host: str) -> str:
     return hashlib.sha256("\0".join([*sources, *versions]).encode()).hexdigest()[:16]
 
 
-def _files(key: str) -> Iterator[Path]:
+def files(key: str) -> Iterator[Path]:
     """The files that machine code may be kept in: beside the bytecode and, if that can't be written, the user's own."""
     name = f"flows-{key}.o"
     yield Path(__file__).parent / "__pycache__" / name
     yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sp_bench" / name
 
 
-def _kept(key: str) -> bytes | None:
+def kept(key: str) -> bytes | None:
     """The machine code that an earlier process has kept, if it is whole."""
-    for file in _files(key):
+    for file in files(key):
         with suppress(OSError):
             content = file.read_bytes()
             digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
@@ -155,14 +149,14 @@ def _kept(key: str) -> bytes | None:
     return None
 
 
-def _keep(key: str, code: bytes) -> None:
+def keep(key: str, code: bytes) -> None:
     """Keep machine code for later processes, if it can be, and say so if it can't."""
-    for file in _files(key):
+    for file in files(key):
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, hashlib.sha256(code).digest() + code)
             return
-    folders = " and ".join(str(file.parent) for file in _files(key))
+    folders = " and ".join(str(file.parent) for file in files(key))
     warnings.warn(
         f"{folders} can't be written, so that every process compiles the solver: a writable XDG_CACHE_HOME would work",
         stacklevel=2,

@@ -75,8 +75,8 @@ def by_kernels(trace: Trace, plans: Mapping[str, Plan], rank: int) -> Trace:
     """
     marks: dict[str, list[Mark]] = {}
     for phase, plan in plans.items():
-        for index, op in plan:
-            if isinstance(op, Transfer) and any(group.member(rank, shift) != rank for group, shift in peers(op)):
+        for index, op in plan.transfers:
+            if any(group.member(rank, shift) != rank for group, shift in peers(op)):
                 marks.setdefault(_kernel_of(op), []).append(Mark(phase, index))
     ops: dict[Mark, list[Sample]] = {}
     for kernel, of_step in marks.items():

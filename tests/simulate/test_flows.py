@@ -150,6 +150,29 @@ def test_a_process_loads_the_machine_code_that_an_earlier_one_has_kept_and_no_nu
 
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
+def test_the_compiled_solver_counts_no_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each count is an atomic instruction, and together they would take longer than all that is solved."""
+    flows.prepare()
+    loaded, kept = list[bytes | None](), machine_code.kept
+    monkeypatch.setattr(machine_code, "kept", lambda key: (loaded.append(kept(key)), loaded[-1])[1])
+    machine_code.run.__wrapped__()
+    (compiled,) = loaded
+    assert compiled
+    assert b"_flows_numba3run" in compiled
+    assert b"NRT_incref" not in compiled
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
+def test_what_is_compiled_once_serves_every_graph() -> None:
+    flows.prepare()
+    only = machine_code.run()
+    tasks = [Task(0.5, 1.0, (0, 1), loads=(0.5, 2.0), cap=0.75, weight=2.0), Task(0.0, 1.0, (1,), after=(0,))]
+    solve(graph_of(tasks, [1.0, 3.0]), "numba")
+    solve(TaskGraph(**VALID), "numba")
+    assert machine_code.run() is only
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
 def test_machine_code_is_given_arrays_of_its_types_alone() -> None:
     """It reads them as pointers: those of another type would be read as what they are not."""
     arguments = flows._kernel_arguments(TaskGraph(**VALID), 0.0, np.inf, flows.AT_ONCE)
@@ -165,15 +188,15 @@ def test_machine_code_is_kept_where_it_can_be_and_what_is_not_whole_is_not_read(
 ) -> None:
     (tmp_path / "file").touch()
     files = [tmp_path / "file" / "a.o", tmp_path / "users" / "a.o"]
-    monkeypatch.setattr(machine_code, "_files", lambda key: files)
-    assert machine_code._kept("key") is None
-    machine_code._keep("key", b"machine code")
-    assert machine_code._kept("key") == b"machine code"
+    monkeypatch.setattr(machine_code, "files", lambda key: files)
+    assert machine_code.kept("key") is None
+    machine_code.keep("key", b"machine code")
+    assert machine_code.kept("key") == b"machine code"
     files[1].write_bytes(files[1].read_bytes()[:-1])
-    assert machine_code._kept("key") is None
+    assert machine_code.kept("key") is None
     del files[1]
     with pytest.warns(UserWarning, match="file can't be written, .* a writable XDG_CACHE_HOME would work"):
-        machine_code._keep("key", b"machine code")
+        machine_code.keep("key", b"machine code")
 
 
 def test_a_process_solves_few_tasks_in_python_before_it_loads_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from sp_bench.analysis.section import Section, section, source
 from sp_bench.analysis.studies.ring.model import ring_plan, transfers_ms
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import FULL
-from sp_bench.plan.ops import Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Q
 from sp_bench.records import Record
@@ -91,7 +90,7 @@ def _communication(runs: Runs, said: dict[str, float], problem: Problem) -> list
     chunk = said["sequence"] / said["gpus"] * said["width"] * said["element"] / 1e9
     seconds = said["total_bytes"] / said["network"]
     sent = computed(account.volume(plan, problem).total_bytes / 1e9, COUNTED)
-    transfers = computed(sum(isinstance(op, Transfer) for op in plan.ops), COUNTED)
+    transfers = computed(len(plan.transfers), COUNTED)
     on_network = sent.times(1 / said["network"])
     compute = of_record(step, "compute_ms").times(1e-3)
     share = on_network.over(compute).times(100)

@@ -13,7 +13,6 @@ from sp_bench.analysis.plans import busy_links, choice_of, lanes_together
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.analysis.section import Section, Text, section, words
 from sp_bench.analysis.table import Cell
-from sp_bench.plan.ops import Transfer
 from sp_bench.plan.tensors import O, Q
 from sp_bench.records import Record
 
@@ -31,7 +30,7 @@ PLACES = (
 def sends_both(record: Record) -> Number:
     """The share of steps of a forward that send Q and a partial output."""
     plan = choice_of(record).plans["forward"]
-    sent = {(step, op.tensor) for op, step in zip(plan.ops, plan.steps, strict=True) if isinstance(op, Transfer)}
+    sent = {(plan.steps[index], op.tensor) for index, op in plan.transfers}
     steps = range(max(plan.steps) + 1)
     share = sum((step, Q) in sent and (step, O) in sent for step in steps) / len(steps)
     return computed(share, record_source(record))
