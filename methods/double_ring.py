@@ -56,6 +56,7 @@ class DoubleRing(Sized):
     marker: ClassVar[str] = "^"
     citation: ClassVar[str] = "Gu et al. 2024"
     by_blocks: ClassVar[bool] = True
+    folds_arrivals: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}
 

@@ -73,6 +73,7 @@ class MeshAttention(Method):
     marker: ClassVar[str] = "h"
     citation: ClassVar[str] = "Chen et al. 2025"
     by_blocks: ClassVar[bool] = True
+    folds_arrivals: ClassVar[bool] = True
     plans_by_size: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*(a-1) + 2*k*(b-1)", "backward": "4*(a-1) + 4*k*(b-1)"}

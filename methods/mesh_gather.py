@@ -67,6 +67,11 @@ class GatheredMesh(OrderedMesh, CollectiveMethod):
         by_form = [super(GatheredMesh, one).candidates(problem) for one in self._forms()]
         return tuple(mesh for of_form in by_form for mesh in of_form)
 
+    @property
+    def blocks_are_pairs(self) -> bool:
+        """By gathers, the tile is one block."""
+        return super().blocks_are_pairs and not self._gathers
+
     def leaner(self) -> tuple[OrderedMesh, ...]:
         """The orders of mesh_lean.py, which have rings."""
         library = self.collectives == "library"

@@ -53,6 +53,7 @@ class PassQ(Method):
     marker: ClassVar[str] = "v"
     citation: ClassVar[str] = "Yang et al. 2024"
     by_blocks: ClassVar[bool] = True
+    folds_arrivals: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*(n-1)", "backward": "(3 + o)*(n-1)"}
 

@@ -52,6 +52,7 @@ class Ring(Method):
     marker: ClassVar[str] = "o"
     citation: ClassVar[str] = "Liu et al. 2023"
     by_blocks: ClassVar[bool] = True
+    folds_arrivals: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}
 

@@ -67,6 +67,7 @@ class TokenRing(Method):
     marker: ClassVar[str] = "X"
     citation: ClassVar[str] = "Wang et al. 2024"
     by_blocks: ClassVar[bool] = True
+    folds_arrivals: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {
         "forward": "2*s*(n-nodes) + 2*k*(nodes-1)",

@@ -21,7 +21,8 @@ from sp_bench.errors import RequestError
 from sp_bench.lower import DEFAULT_TRANSPORT, TransportKind, TransportOptions
 from sp_bench.machine import cores_here
 from sp_bench.plan.costs import CostProfile
-from sp_bench.plan.ops import Collective, Plan, keep
+from sp_bench.plan.memo import keep
+from sp_bench.plan.ops import Collective, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import DKV, DQ, O, Tensor
 from sp_bench.reading import Count, Section, figure, implausible, read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -19,6 +19,7 @@ from sp_bench.cluster.kernel_table import KernelTable
 from sp_bench.cluster.memory_costs import MemoryCosts
 from sp_bench.cluster.variable import Kernel, blocks_s, joined_s
 from sp_bench.errors import RequestError
+from sp_bench.plan.memo import keep
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import DTYPE_BYTES, Problem, flops_per_pair
 from sp_bench.plan.region_table import Sizes, rows_seen, table_of
@@ -53,6 +54,8 @@ class DeviceCosts(MemoryCosts):
     """Bandwidth of copies to pinned memory of the host, or from it; None: not known."""
     caches: CacheReads | None = None
     """Figures of kernels for decoding; None: not known."""
+    _block_s: dict[tuple[Problem, str], np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Results of `block_s`: all plans of a layout ask for the same ones."""
 
     @classmethod
     def of(cls, section: DeviceSection) -> Self:
@@ -179,6 +182,12 @@ class DeviceCosts(MemoryCosts):
 
         They are for a rank that has a device or a core to itself.
         """
+        if (known := self._block_s.get((problem, phase))) is None:
+            known = keep(self._block_s, (problem, phase), self._find_block_s(problem, phase))
+            known.flags.writeable = False
+        return known
+
+    def _find_block_s(self, problem: Problem, phase: str) -> np.ndarray:
         blocks = problem.blocks
         if isinstance(blocks, PackBlocks):
             return self._pack_s(problem, phase, blocks)

@@ -23,7 +23,8 @@ from sp_bench.lower.staging import (
 )
 from sp_bench.lower.transports import NCCL, TransportKind
 from sp_bench.plan.documents import Packed
-from sp_bench.plan.ops import AllToAll, Chunk, Fused, Gathered, GroupCast, GroupReduce, Plan, RowCollective, keep
+from sp_bench.plan.memo import keep
+from sp_bench.plan.ops import AllToAll, Chunk, Fused, Gathered, GroupCast, GroupReduce, Plan, RowCollective
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import ReceiveBuffer, Schedule, Waits, schedule
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from sp_bench.plan.blocks import Blocks
 from sp_bench.plan.groups import Grid, Group
-from sp_bench.plan.ops import Block, Chunk, Place, Plan, keep
+from sp_bench.plan.memo import keep
+from sp_bench.plan.ops import Block, Chunk, Place, Plan
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.travel import travel

@@ -22,6 +22,7 @@ import numpy as np
 
 from sp_bench.plan.block_classes import BlockClasses, block_classes
 from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.memo import keep
 from sp_bench.plan.ops import (
     AllGather,
     AllToAll,
@@ -35,7 +36,6 @@ from sp_bench.plan.ops import (
     Plan,
     ReduceScatter,
     Transfer,
-    keep,
 )
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.row_runs import Rows, row_runs

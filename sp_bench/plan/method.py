@@ -55,8 +55,9 @@ class Method(ABC):
     counts_rows: ClassVar[bool] = False
     """Whether the closed form holds under packs of documents, too."""
     by_blocks: ClassVar[bool] = False
-    """Whether every pair of chunks is a block of its own, unless `fuse` joins some: ranks then compute at least what
-    these blocks take, whatever the plan is."""
+    """Whether every pair of chunks is a block of its own, where no option joins some (`blocks_are_pairs`)."""
+    folds_arrivals: ClassVar[bool] = False
+    """Whether, where that is so, each partial sum that comes to a rank is folded into the rank's own by itself."""
     plans_by_size: ClassVar[bool] = False
     """Whether plans depend on how large the largest chunks are."""
     plans_by_rows: ClassVar[bool] = False
@@ -76,6 +77,13 @@ class Method(ABC):
     def options(cls) -> tuple[str, ...]:
         """The names of the options."""
         return tuple(f.name for f in fields(cls))
+
+    @property
+    def blocks_are_pairs(self) -> bool:
+        """Whether every pair of chunks is a block of its own: ranks then compute at least what these blocks take,
+        whatever the plan is.
+        """
+        return self.by_blocks and not self.fuse
 
     @classmethod
     def all_layouts(cls) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from sp_bench.plan.block_ops import (
@@ -149,18 +149,7 @@ class Plan:
         return iter(enumerate(self.ops))
 
 
-V = TypeVar("V")
 _SHARED: WeakValueDictionary[Hashable, Plan] = WeakValueDictionary()
-KEPT = 16
-"""How many problems there may be of which a plan keeps what is found: it may serve any number of packs."""
-
-
-def keep(found: dict[Any, V], key: Hashable, value: V, most: int = KEPT) -> V:
-    """The value, kept under its key in place of the oldest of so many others."""
-    if len(found) >= most:
-        del found[next(iter(found))]
-    found[key] = value
-    return value
 
 
 @dataclass

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from sp_bench import account
@@ -25,10 +26,10 @@ ROUNDING = 1e-9
 
 
 class TooSlowError(Exception):
-    """Every variant takes longer than a limit, or the one that would be chosen: at least `least_s`."""
+    """A variant takes longer than a limit, or every one, or the one that would be chosen: at least `least_s`."""
 
     def __init__(self, least_s: float) -> None:
-        super().__init__(f"all variants take at least {least_s * 1e3:.4g} ms")
+        super().__init__(f"it takes at least {least_s * 1e3:.4g} ms")
         self.least_s = least_s
 
 
@@ -37,10 +38,11 @@ def choose(request: Request, most_s: float = math.inf) -> Choice:
     """The variant with the shortest simulated time over the request's phases.
 
     Variants are simulated in order of a lower bound on their time (simulate.bounds). Those whose bound is above the
-    best time so far, or that don't fit in memory, are not simulated. Meanwhile cores and links are shared evenly, there
-    is no noise, so that no variant is chosen by its random draw, and ranks that are nearly alike are taken for alike
-    (simulate.simulate). Of variants that take as long it is the one that the method names first, the simpler one. The
-    one chosen is simulated again without all that. With `every_variant`, bounds rule out none.
+    best time so far, or that don't fit in memory, are not simulated, and of one whose first phase shows that it is
+    slower, the second is not. Meanwhile cores and links are shared evenly, there is no noise, so that no variant is
+    chosen by its random draw, and ranks that are nearly alike are taken for alike (simulate.simulate). Of variants that
+    take as long it is the one that the method names first, the simpler one. The one chosen is simulated again without
+    all that. With `every_variant`, bounds rule out none.
 
     Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate, TooSlowError
     if the bounds of all are above `most_s`, or the one chosen takes longer.
@@ -67,44 +69,35 @@ def _fastest(request: Request, planned: Sequence[Choice], most_s: float = math.i
     """The one of these variants that `choose` chooses. Raises as it does."""
     # A single variant needn't be chosen.
     asked = request if len(planned) == 1 else replace(request, cluster=request.cluster.even)
-    memory = request.cluster.device.memory_bytes
     best: Choice | None = None
     timed: list[tuple[float, int]] = []
     rows: dict[int, dict[str, Any]] = {}
     looked_at = set[tuple[float, int]]()
     refused: RequestError | None = None
     bounded = [(one.method, one.problem, one.plans) for one in planned]
-    for bound_s, i in by_bound(asked.cluster, bounded, timed, estimates=not request.every_variant, most_s=most_s):
+    for bounds_s, i in by_bound(asked.cluster, bounded, timed, estimates=not request.every_variant, most_s=most_s):
+        bound_s = sum(bounds_s.values())
         if bound_s > most_s and not rows:
             raise TooSlowError(bound_s)
         if bound_s > most_s and best and min(timed)[0] > most_s and min(timed) not in looked_at:
             looked_at.add(min(timed))
             _refuse_slow(best, request.cluster, bound_s, most_s)
-        choice = planned[i]
-        a, b = choice.method.tile_shape(request.problem.n) or (None, None)
-        rows[i] = {"variant": choice.variant, "tile_a": a, "tile_b": b, "layout": choice.problem.layout.name}
-        rows[i] |= {"bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": None}
-        if best and (bound_s, i) >= min(timed) and not request.every_variant:
-            _forget(choice)
-            continue
-        peak = account.peak_bytes(choice.plans.values(), choice.problem, request.cluster.transport)
-        rows[i]["peak_mem_bytes"] = peak
-        if memory and peak > memory:
-            rows[i]["refused"] = "more than the device's memory"
-            _forget(choice)
-            continue
+        choice, row = planned[i], _row(planned[i], bound_s)
+        rows[i] = row
+        best_s, first = min(timed, default=(math.inf, i))
+        ruled_out = (bound_s, i) > (best_s, first) and not request.every_variant
         try:
-            choice = simulated(choice, asked.cluster, nearly_alike=len(planned) > 1)
+            tried = None if ruled_out else _tried(choice, row, asked, bounds_s, best_s, nearly_alike=len(planned) > 1)
         except RequestError as error:
-            refused = error
-            rows[i]["refused"] = str(error)
+            refused, tried, row["refused"] = error, None, str(error)
+        if tried is None:
             _forget(choice)
             continue
-        rows[i]["step_ms"] = choice.total_s * 1e3
-        timed.append((choice.total_s, i))
-        beaten = choice
-        if min(timed) == (choice.total_s, i):
-            beaten, best = best, choice
+        row["step_ms"] = tried.total_s * 1e3
+        timed.append((tried.total_s, i))
+        beaten = tried
+        if min(timed) == (tried.total_s, i):
+            beaten, best = best, tried
         _forget(beaten)
     if best is None:
         raise refused or _too_large(request, min(row["peak_mem_bytes"] for row in rows.values()))
@@ -117,6 +110,38 @@ def _fastest(request: Request, planned: Sequence[Choice], most_s: float = math.i
         first, *others = [planned[i] for _, i in sorted(timed)]
         best = _first_simulated([best if is_even else first, *others], request.cluster, most_s)
     return _Fastest(replace(best, candidates=[rows[i] for i in sorted(rows)]), max(peaks), all_fit)
+
+
+def _row(choice: Choice, bound_s: float) -> dict[str, Any]:
+    """A variant as records list it, before it is looked at."""
+    a, b = choice.method.tile_shape(choice.problem.n) or (None, None)
+    row = {"variant": choice.variant, "tile_a": a, "tile_b": b, "layout": choice.problem.layout.name}
+    return row | {"bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": None}
+
+
+def _tried(
+    choice: Choice,
+    row: dict[str, Any],
+    request: Request,
+    bounds_s: Mapping[str, float],
+    best_s: float,
+    *,
+    nearly_alike: bool,
+) -> Choice | None:
+    """The simulated variant; None of one that doesn't fit in the device's memory or shows that it takes longer than the
+    best one, of which its row then has what is known. Raises RequestError if it is too large to simulate.
+    """
+    peak = row["peak_mem_bytes"] = account.peak_bytes(choice.plans.values(), choice.problem, request.cluster.transport)
+    memory = request.cluster.device.memory_bytes
+    if memory and peak > memory:
+        row["refused"] = "more than the device's memory"
+        return None
+    most_s = math.inf if request.every_variant else best_s
+    try:
+        return simulated(choice, request.cluster, bounds_s, most_s, nearly_alike=nearly_alike)
+    except TooSlowError as error:
+        row["bound_ms"] = error.least_s * 1e3
+        return None
 
 
 def _forget(beaten: Choice | None) -> None:
@@ -235,15 +260,25 @@ def _exact(choice: Choice, cluster: Cluster, most_s: float) -> Choice:
     return replace(choice, runs=runs)
 
 
-def simulated(choice: Choice, cluster: Cluster, *, nearly_alike: bool = False) -> Choice:
+def simulated(
+    choice: Choice,
+    cluster: Cluster,
+    bounds_s: Mapping[str, float] = MappingProxyType({}),
+    most_s: float = math.inf,
+    *,
+    nearly_alike: bool = False,
+) -> Choice:
     """The choice with the simulation of its plans on a cluster, nearly alike ranks taken for alike if wanted.
 
-    Raises RequestError if it is too large to simulate.
+    Raises RequestError if it is too large to simulate, TooSlowError as soon as the phases that are simulated, with the
+    lower bounds of the others, take longer than `most_s`.
     """
-    runs = {
-        phase: simulate(plan, choice.problem, cluster, nearly_alike=nearly_alike)
-        for phase, plan in choice.plans.items()
-    }
+    runs, least_s = dict[str, Run](), dict(bounds_s)
+    for phase, plan in choice.plans.items():
+        runs[phase] = simulate(plan, choice.problem, cluster, nearly_alike=nearly_alike)
+        least_s[phase] = runs[phase].makespan_s
+        if (total_s := sum(least_s.values())) > most_s and len(runs) < len(choice.plans):
+            raise TooSlowError(total_s)
     return replace(choice, runs=runs)
 
 

@@ -12,8 +12,8 @@ from sp_bench import account
 from sp_bench.cluster import Cluster
 from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Plan
-from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
+from sp_bench.point.block_bounds import blocks_s
 from sp_bench.point.request import Request
 from sp_bench.point.variants import unplanned
 from sp_bench.simulate import least_s, uncontended_s
@@ -35,30 +35,30 @@ def by_bound(
     *,
     estimates: bool,
     most_s: float = math.inf,
-) -> Iterator[tuple[float, int]]:
-    """Lower bounds in seconds on the time of variants, each the plans of its phases, with their indices, the lowest
-    first.
+) -> Iterator[tuple[dict[str, float], int]]:
+    """Lower bounds in seconds on each phase of variants, each the plans of its phases, with their indices, those whose
+    sum is the lowest first.
 
     The first bounds are closed forms of what blocks take, for which nothing is planned (`blocks_s`), if `estimates` are
     wanted. Only where the bound so far is below `most_s` and all times that are known by then, `timed`, what the plans
     send is part of it, then what ranks compute; and then, of many ranks, what takes all of them longer to find: the
     step without contention, and what simulating one of each kind says (simulate.uncontended_s, simulate.least_s), if
-    `estimates` are wanted.
+    `estimates` are wanted. Each is found for one phase after the other, as the first may be enough.
     """
     refined = len(variants) > 1 or most_s < math.inf
     by_phase = _first_bounds(cluster, variants, estimates=refined and estimates)
     waiting = [(sum(bounds_s.values()), i) for i, bounds_s in enumerate(by_phase)]
     heapify(waiting)
-    left = [[sent_s, *(_refinements(problem.n, estimates) if refined else [])] for _, problem, _ in variants]
+    functions = [[sent_s, *(_refinements(problem.n, estimates) if refined else [])] for _, problem, _ in variants]
+    left = [[(each, phase) for each in some for phase in by_phase[i]] for i, some in enumerate(functions)]
     while waiting:
         bound_s, i = heappop(waiting)
         ruled_out = bound_s > most_s or bound_s >= min(timed, default=(math.inf,))[0]
-        if not left[i] or (ruled_out and (estimates or sent_s not in left[i])):
-            yield bound_s, i
+        if not left[i] or (ruled_out and (estimates or left[i][0][0] is not sent_s)):
+            yield by_phase[i], i
             continue
-        refined_s, (_, problem, plans) = left[i].pop(0), variants[i]
-        for phase, known_s in by_phase[i].items():
-            by_phase[i][phase] = max(known_s, refined_s(plans[phase], problem, cluster))
+        (refined_s, phase), (_, problem, plans) = left[i].pop(0), variants[i]
+        by_phase[i][phase] = max(by_phase[i][phase], refined_s(plans[phase], problem, cluster))
         heappush(waiting, (sum(by_phase[i].values()), i))
 
 
@@ -66,32 +66,10 @@ def _first_bounds(
     cluster: Cluster, variants: Sequence[tuple[Method, Problem, Mapping[str, Plan]]], *, estimates: bool
 ) -> list[dict[str, float]]:
     """Lower bounds in seconds on each variant's phases for which nothing is planned; 0.0 without `estimates`."""
-    known = dict[tuple[Problem, bool, str], float]()
-
-    def bound_s(method: Method, problem: Problem, phase: str) -> float:
-        key = problem, method.fuse, phase
-        if key not in known:
-            known[key] = (1 - ROUNDING) * blocks_s(method, problem, phase, cluster) if estimates else 0.0
-        return known[key]
-
-    return [{phase: bound_s(method, problem, phase) for phase in plans} for method, problem, plans in variants]
-
-
-def blocks_s(method: Method, problem: Problem, phase: str, cluster: Cluster) -> float:
-    """A lower bound on the time of a phase by the kernel calls of its blocks alone, for the assigned problem: nothing
-    is planned. 0.0 where what a block takes depends on the plan.
-
-    Where every pair of chunks is a block of its own, the busiest rank computes at least the mean of all ranks.
-    """
-    blocks, device = problem.blocks, cluster.device
-    of_plan = problem.decodes or isinstance(blocks, PackBlocks) or device.implementation.repeats_keys
-    if not method.by_blocks or method.fuse or of_plan or cluster.stragglers.jitter:
-        return 0.0
-    chunks = np.arange(0, problem.n, problem.layout.head_parallel)
-    counts = sum(np.bincount(blocks.of(chunk, chunks), minlength=blocks.classes) for chunk in chunks)
-    # The ranks that split a chunk's heads compute it in all of its slices.
-    mean_s = problem.head_slices * float(counts @ device.block_s(problem, phase)) / chunks.size
-    return cluster.least_compute_s(np.full(problem.n, mean_s))
+    return [
+        {phase: (1 - ROUNDING) * blocks_s(method, problem, phase, cluster) if estimates else 0.0 for phase in plans}
+        for method, problem, plans in variants
+    ]
 
 
 def _refinements(n: int, estimates: bool) -> list:

@@ -152,7 +152,7 @@ def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held:
             else:
                 _remove(events, 0, item)
                 if g.flow_bytes[item] > 0.0:
-                    if not _join(g, links, seats, dirty, item):
+                    if not _join(g, links, seats, item):
                         return False
                     tasks.joined[n_joined] = item
                     n_joined += 1
@@ -189,7 +189,7 @@ def _finish(g: Graph, tasks: Tasks, events: Heaps, task: int, now: float) -> Non
             _start(g, tasks, events, follower, now)
 
 
-def _join(g: Graph, links: Links, seats: Seats, dirty: Heaps, flow: int) -> bool:
+def _join(g: Graph, links: Links, seats: Seats, flow: int) -> bool:
     """Seat a flow on its links; False if one of them has no seat left."""
     width = seats.width[0]
     for hop in range(g.path_start[flow], g.path_start[flow + 1]):
@@ -209,8 +209,39 @@ def _join(g: Graph, links: Links, seats: Seats, dirty: Heaps, flow: int) -> bool
         for padding in range(i, (seat + 1) * width):
             seats.others[padding] = g.counts[LINKS]
         links.taken[link] += 1
-        _mark_dirty(links, dirty, link)
     return True
+
+
+def _is_alone(g: Graph, links: Links, dirty: Heaps, flow: int) -> bool:
+    """Whether no other flow is on the links of a flow that joins, nor has left them in this instant."""
+    for hop in range(g.path_start[flow], g.path_start[flow + 1]):
+        link = g.path_links[hop]
+        if links.taken[link] > 1 or dirty.place[link] >= 0:
+            return False
+    return True
+
+
+def _hold_alone(
+    g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held: Heaps, flow: int, now: float
+) -> None:
+    """Have a flow that is alone on its links run at the lowest rate of any, which becomes the level of that link."""
+    lowest, level = g.path_start[flow], np.inf
+    for hop in range(g.path_start[flow], g.path_start[flow + 1]):
+        link = g.path_links[hop]
+        # The level of a link that had no flows is inf, but for one whose level never changes.
+        own = links.level[link]
+        if own == np.inf:
+            own = g.link_bytes_per_s[link] / seats.load[seats.of_hop[hop]]
+        if own < level:
+            lowest, level = hop, own
+    holder = g.path_links[lowest]
+    if links.level[holder] == np.inf:
+        links.level[holder] = links.clean_level[holder] = level
+    links.clock_bytes[holder], links.read_s[holder], links.pace[holder] = 0.0, now, level
+    seats.is_held[seats.of_hop[lowest]] = 1.0
+    tasks.holder[flow] = holder
+    _set_key(held, holder, flow, g.flow_bytes[flow])
+    _schedule(g, links, events, held, holder)
 
 
 def _leave(
@@ -223,6 +254,10 @@ def _leave(
     for hop in range(g.path_start[flow], g.path_start[flow + 1]):
         link = g.path_links[hop]
         links.taken[link] -= 1
+        if links.taken[link] == 0 and dirty.place[link] < 0:
+            if links.clean_level[link] > 0.0:
+                links.level[link] = links.clean_level[link] = links.pace[link] = np.inf
+            continue
         last, seat = g.link_seat_start[link] + links.taken[link], seats.of_hop[hop]
         seats.hop[seat] = seats.hop[last]
         seats.of_hop[seats.hop[seat]] = seat
@@ -244,14 +279,27 @@ def _fill(
     n_joined: int,
     now: float,
 ) -> None:
-    """Settle levels, let the clocks run at them, and move flows to the links that hold them now."""
+    """Settle levels, let the clocks run at them, and move flows to the links that hold them now.
+
+    Most flows are alone on their links. Of these nothing has to be settled.
+    """
+    n_met = 0
+    for i in range(n_joined):
+        flow = tasks.joined[i]
+        if _is_alone(g, links, dirty, flow):
+            _hold_alone(g, tasks, links, seats, events, held, flow, now)
+            continue
+        for hop in range(g.path_start[flow], g.path_start[flow + 1]):
+            _mark_dirty(links, dirty, g.path_links[hop])
+        tasks.joined[n_met] = flow
+        n_met += 1
     n_changed, n_misheld = _settle(g, links, seats, dirty)
     for i in range(n_changed):
         link = links.changed[i]
         links.is_changed[link] = False
         _read_clock(links, link, now)
         links.pace[link] = links.level[link]
-    for i in range(n_joined):
+    for i in range(n_met):
         _hold(g, tasks, links, seats, events, held, tasks.joined[i], now)
     for i in range(n_misheld):
         link = links.misheld[i]
@@ -471,6 +519,8 @@ CALLED_BY_RUN = (
     _start,
     _finish,
     _join,
+    _is_alone,
+    _hold_alone,
     _leave,
     _fill,
     _settle,

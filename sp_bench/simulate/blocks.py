@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from functools import cache, partial
+from functools import partial
 from weakref import proxy
 
 import msgspec
@@ -15,6 +15,7 @@ from sp_bench.lower.joined import copied_bytes
 from sp_bench.plan.block_classes import block_classes
 from sp_bench.plan.cast_rows import is_one_call, rows_read, works_of
 from sp_bench.plan.dataflow import dataflow
+from sp_bench.plan.memo import cached
 from sp_bench.plan.ops import Attend, AttendBackward, Block, Chunk, Fused, Gathered, Plan
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
@@ -42,9 +43,9 @@ class BlockCosts:
         self.alone = np.fromiter(alone, np.int64)
         """The rows of blocks that are operations of their own."""
         # A plan has thousands of operations, of few kinds.
-        self._fold_s, self._with_folds_s = cache(self._find_fold_s), cache(self._find_with_folds_s)
-        self._joined_s, self._caches_s = cache(self._find_joined_s), cache(self._find_caches_s)
-        self._gathered_s, self._gathered_folds_s = cache(self._find_gathered_s), cache(self._find_gathered_folds_s)
+        self._fold_s, self._with_folds_s = cached(self._find_fold_s), cached(self._find_with_folds_s)
+        self._joined_s, self._caches_s = cached(self._find_joined_s), cached(self._find_caches_s)
+        self._gathered_s, self._gathered_folds_s = cached(self._find_gathered_s), cached(self._find_gathered_folds_s)
 
     def kernels_s(self, index: int, op: Block, ranks: np.ndarray) -> np.ndarray:
         """Seconds of the kernel calls of operation `index`, with copies of what lies apart: (ranks,)."""

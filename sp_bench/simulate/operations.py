@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
@@ -20,6 +19,7 @@ from sp_bench.lower import Lowering, lower
 from sp_bench.plan import cast_rows
 from sp_bench.plan.demand import Demand, demand
 from sp_bench.plan.groups import Exchange
+from sp_bench.plan.memo import cached, keep
 from sp_bench.plan.ops import (
     AllGather,
     AllToAll,
@@ -39,7 +39,6 @@ from sp_bench.plan.ops import (
     RowSums,
     Transfer,
     TreeReduce,
-    keep,
 )
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import segments
@@ -81,7 +80,7 @@ class OperationCosts:
         self._blocks = BlockCosts(plan, problem, device, lowering)
         self._classes = self._blocks.classes
         # A plan has thousands of operations, of few kinds.
-        self._cast_s, self._arrived_fold_s = cache(self._find_cast_s), cache(self._find_arrived_fold_s)
+        self._cast_s, self._arrived_fold_s = cached(self._find_cast_s), cached(self._find_arrived_fold_s)
         self.wanted = demand(plan, problem)
         """By operation, on which ranks it has something to receive or to fold, and which rows (plan.demand)."""
         self._brought = _brought(plan, self.wanted)

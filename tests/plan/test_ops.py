@@ -32,8 +32,9 @@ from sp_bench.plan import (
 )
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.memo import KEPT, keep
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.ops import KEPT, Collective, GroupCast, RowCollective, Transfer, TreeReduce, keep
+from sp_bench.plan.ops import Collective, GroupCast, RowCollective, Transfer, TreeReduce
 from sp_bench.plan.tensors import KV, O, Q
 from sp_bench.plan.transfers import messages, peers, rows_sent
 from tests.support.problems import all_methods, small_problem, splittable_problem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from sp_bench.errors import RequestError
@@ -14,29 +15,57 @@ from sp_bench.plan.ops import Attend, AttendBackward, Block, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.point import choose as choosing
 from sp_bench.point import variant_bounds
+from sp_bench.point.block_bounds import blocks_s
 from sp_bench.point.choose import TooSlowError, choose
 from sp_bench.point.request import Request
-from sp_bench.point.variant_bounds import blocks_s, least_computed_s
+from sp_bench.point.variant_bounds import least_computed_s
 from sp_bench.point.variants import Choice, unplanned, variants
 from sp_bench.simulate import graph, simulate, uncontended_s
+from sp_bench.simulate.operations import work_s
 from tests.support.points import point
 
 BY_BLOCKS = sorted(name for name, method in REGISTRY.items() if method.by_blocks)
 ASKED = ("gpus=8", "seqlen=16k", "mode=simulate")
 
 
+@pytest.mark.parametrize("keys", [("kv_heads=8",), ("mask=full",), ("seqlen=1M", "kv_heads=1"), ("heads=64",)], ids=str)
 @pytest.mark.parametrize("name", BY_BLOCKS)
-def test_every_pair_of_chunks_is_a_block_of_its_own(name: str) -> None:
-    """Ranks compute at least what these blocks take, in every variant of a method that says so."""
-    request = point(f"method={name}", *ASKED)
-    assert isinstance(request.method, Method)
-    for variant in variants(request, [request.method]):
+def test_every_pair_of_chunks_is_a_block_of_its_own(name: str, keys: tuple[str, ...]) -> None:
+    """Ranks compute at least what these blocks and their folds take, in every variant of a method that says so."""
+    request = point(f"method={name}", *ASKED, *keys)
+    for variant in variants(request, [request.ours]):
         for phase, plan in variant.plans.items():
             blocks = [op for op in plan.ops if isinstance(op, Block)]
             assert blocks and all(isinstance(op, Attend | AttendBackward) for op in blocks)
             bound_s = blocks_s(variant.method, variant.problem, phase, request.cluster)
             run = simulate(plan, variant.problem, request.cluster)
             assert 0 < bound_s <= request.cluster.least_compute_s(run.work_s) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mask", [("mask=causal",), ("mask=full",), ("mask=window", "window=[3000,0]")], ids=str)
+@pytest.mark.parametrize("name", sorted(name for name in BY_BLOCKS if REGISTRY[name].folds_arrivals))
+def test_the_mean_rank_folds_what_the_closed_form_says(name: str, mask: tuple[str, ...]) -> None:
+    """The bound is never above the mean of what ranks compute, and near it but for windows."""
+    request = point(f"method={name}", "gpus=16", "seqlen=64k", "mode=simulate", *mask)
+    cluster = request.cluster.even
+    for variant in variants(request, [request.ours]):
+        for phase, plan in variant.plans.items():
+            mean_s = work_s(plan, variant.problem, cluster, np.arange(16)).mean()
+            bound_s = blocks_s(variant.method, variant.problem, phase, cluster)
+            assert bound_s <= mean_s * (1 + 1e-9)
+            assert len(mask) > 1 or bound_s >= 0.8 * mean_s
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_a_tile_by_gathers_has_no_such_bound(mask: str) -> None:
+    """Its chunks are one block, which takes less time than a block for each pair of them."""
+    asked = ("method=mesh", "gpus=64", "seqlen=64k", "mode=simulate", f"mask={mask}")
+    request = point(*asked, "method.form=auto")
+    by_gathers = [one for one in variants(request, [request.ours]) if "by gathers" in one.variant]
+    assert by_gathers
+    assert not any(blocks_s(one.method, one.problem, "forward", request.cluster) for one in by_gathers)
+    fastest = choose(point(*asked, "method.form=auto", "every_variant=true"))
+    assert choose(request).total_s == fastest.total_s
 
 
 def test_methods_whose_blocks_depend_on_their_plans_have_no_such_bound() -> None:
@@ -80,6 +109,26 @@ def test_variants_whose_blocks_take_too_long_are_not_planned(monkeypatch: pytest
     assert choice.method.head_parallel(64) in planned and planned < degrees
     (bound_s, *_) = (row["bound_ms"] for row in choice.candidates or [] if row["variant"].startswith("ulysses 1 "))
     assert bound_s >= 1e3 * choice.total_s
+
+
+def test_a_variant_whose_first_phase_shows_that_it_is_slower_is_not_simulated_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request, simulated = point("method=mesh", "gpus=64", "seqlen=64k"), list[str]()
+
+    def noted(plan: Plan, *args: object, **keys: object) -> object:
+        simulated.append(plan.phase)
+        return simulate(plan, *args, **keys)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(choosing, "simulate", noted)
+    choice = choose(request)
+    assert choice.candidates and simulated.count("forward") > simulated.count("backward") > 0
+    (begun,) = (row for row in choice.candidates if row["step_ms"] is None and row["peak_mem_bytes"])
+    assert begun["bound_ms"] > 1e3 * choice.nearly_s
+    whole = choose(point("method=mesh", "gpus=64", "seqlen=64k", "every_variant=true"))
+    same = ("variant", "layout")
+    (row,) = (row for row in whole.candidates or [] if all(row[key] == begun[key] for key in same))
+    assert row["step_ms"] >= begun["bound_ms"]
 
 
 def test_nothing_is_simulated_that_takes_longer_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
