@@ -137,7 +137,8 @@ def _worth_simulating(question: Question, every: bool, answered: Callable[..., l
 
     least_ms = {} if every else _least_of_each(question, done)
     if not least_ms:
-        return of(question.methods)
+        # Methods without a bound by blocks have the most variants to simulate: no process waits for the last of them.
+        return of(sorted(question.methods, key=lambda name: REGISTRY[name].by_blocks))
     names = sorted(question.methods, key=lambda name: least_ms.get(name, math.inf))
     at_first = [name for name in names if least_ms.get(name)][:AT_FIRST] or names[:AT_FIRST]
     advised, others = of(at_first), [name for name in names if name not in at_first]

@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -59,22 +59,26 @@ def _text_keys(value: Any) -> Any:
 @cache
 def code_version(*, measured: bool = True) -> str:
     """A hash of the files that compute a measured, or a simulated, point: sources, and the data that they read."""
-    return source_hash(MEASURED_CODE if measured else SIMULATED_CODE)
+    names = MEASURED_CODE if measured else SIMULATED_CODE
+    return hashlib.sha256("".join(f"{name} {source_hash(name)}\n" for name in names).encode()).hexdigest()[:16]
 
 
-def source_hash(names: tuple[str, ...]) -> str:
-    """A hash of this package's files that `names`, files and folders, select.
-
-    Of a folder these are all files below it, whatever their kind, but for caches and hidden ones.
+@cache
+def source_hash(name: str) -> str:
+    """A hash of one file of this package, or of all files below a folder, whatever their kind, but for caches and
+    hidden ones.
     """
-    digest = hashlib.sha256()
-    for name in names:
-        top = place(name)
-        for path in sorted([top] if top.is_file() else filter(Path.is_file, top.rglob("*"))):
-            below = path.relative_to(top)
-            if not any(part == CACHE or part.startswith(".") for part in below.parts):
-                digest.update(str(name / below).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+    top, found = place(name), hashlib.sha256()
+    for path in [top] if top.is_file() else sorted(_files(top)):
+        below = os.path.relpath(path, top)
+        found.update(below.encode() + b"\0" + Path(path).read_bytes())
+    return found.hexdigest()
+
+
+def _files(top: Path) -> Iterator[str]:
+    for folder, folders, names in os.walk(top):
+        folders[:] = [each for each in folders if each != CACHE and not each.startswith(".")]
+        yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
 
 
 @cache

@@ -41,7 +41,8 @@ def ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ids:
         copy = shutil.copy if place(name).is_file() else shutil.copytree
         copy(place(name), tmp_path / name)
     monkeypatch.setattr(identity, "place", lambda name: tmp_path / name)
-    monkeypatch.setattr(identity, "code_version", identity.code_version.__wrapped__)
+    for name in ("code_version", "source_hash"):
+        monkeypatch.setattr(identity, name, getattr(identity, name).__wrapped__)
     return lambda: (identity.run_id({"gpus": 2}, measured=False), identity.run_id({"gpus": 2}, measured=True))
 
 
