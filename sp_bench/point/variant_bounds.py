@@ -54,7 +54,9 @@ def by_bound(
     while waiting:
         bound_s, i = heappop(waiting)
         ruled_out = bound_s > most_s or bound_s >= min(timed, default=(math.inf,))[0]
-        if not left[i] or (ruled_out and (estimates or left[i][0][0] is not sent_s)):
+        # Something has to be simulated before anything can be ruled out.
+        first = not timed and math.isinf(most_s) and bool(left[i]) and left[i][0][0] is least_s
+        if not left[i] or first or (ruled_out and (estimates or left[i][0][0] is not sent_s)):
             yield by_phase[i], i
             continue
         (refined_s, phase), (_, problem, plans) = left[i].pop(0), variants[i]
