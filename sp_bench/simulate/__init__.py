@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sp_bench.cluster.cluster import Cluster
+from sp_bench.errors import RequestError
 from sp_bench.plan.ops import BLOCKS, AllGather, Pass, Plan, ReduceScatter, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment
@@ -24,6 +25,7 @@ from sp_bench.simulate.flows import LongerError, TaskGraph, Timing, solve, soone
 from sp_bench.simulate.graph import build_as_alike, build_graph, uncontended_s
 from sp_bench.simulate.plan_graph import PlanGraph
 from sp_bench.simulate.slowdown import slowed_by_transfers
+from sp_bench.simulate.symmetry import links_are_of_pairs
 from sp_bench.simulate.uncontended import solve_rows
 
 __all__ = ["WAITING", "LongerError", "Run", "Span", "exactly", "least_s", "simulate", "uncontended_s"]
@@ -73,6 +75,8 @@ class Run:
     """Seconds that it would compute alone on its core or device: (n,)."""
     exact: bool
     """Whether it is that of all ranks, each with its own blocks (see `exactly`)."""
+    by_kind: bool = False
+    """Whether it is that of one rank of each kind of nearly alike ones nevertheless, as all would be too many."""
     as_alike_s: float | None = None
     """The makespan with nearly alike ranks taken for alike, of a run that `exactly` has made of that one."""
 
@@ -207,41 +211,55 @@ def exactly(run: Run, problem: Problem, cluster: Cluster, most_s: float = math.i
 
     Where ranks are nearly alike, all of them are simulated, unless that takes MANY_TASKS and they end at the same time,
     within SAME_STEP of the step, whether each is as fast as the fastest of its kind or as slow as the slowest. So it
-    is where transfers bound the step. Between the two are the ranks as they are, and the run with the slowest stands.
+    is where transfers bound the step. Between the two are the ranks as they are, and the run with the slowest stands;
+    but only where each link carries the messages of one rank to one other. Elsewhere ranks that are hardly apart may
+    fall out of step, as those of TokenRing do, whose steps are up to 3.3% longer then. So one of each kind stands for
+    them only where all would be too many, and the run says so (`by_kind`).
     """
     if run.exact:
         return run
-    graph = run.graph
-    if graph.tasks.delay_s.size * (problem.n / graph.quotient.ranks.size) > MANY_TASKS:
-        fast = _run(run.plan, replace(graph, tasks=graph.fastest), cluster, exact=False)
-        if np.all(run.ended_s - fast.ended_s <= SAME_STEP * run.makespan_s):
-            return replace(run, exact=True)
-    of_all = _run(run.plan, build_graph(run.plan, problem, cluster), cluster, exact=True, most_s=most_s)
+    tasks = run.graph.tasks.delay_s.size * (problem.n / run.graph.quotient.ranks.size)
+    of_pairs = tasks > MANY_TASKS and links_are_of_pairs(run.plan, cluster.network(problem.n))
+    if of_pairs and _ends_as_its_fastest(run, cluster):
+        return replace(run, exact=True)
+    try:
+        graph_of_all = build_graph(run.plan, problem, cluster)
+    except RequestError:
+        if of_pairs or not _ends_as_its_fastest(run, cluster):
+            raise
+        return replace(run, exact=True, by_kind=True)
+    of_all = _run(run.plan, graph_of_all, cluster, exact=True, most_s=most_s)
     return replace(of_all, as_alike_s=run.makespan_s)
 
 
+def _ends_as_its_fastest(run: Run, cluster: Cluster) -> bool:
+    """Whether every rank ends at the same time if each is as fast as the fastest of its kind."""
+    fast = _run(run.plan, replace(run.graph, tasks=run.graph.fastest), cluster, exact=False)
+    return bool(np.all(run.ended_s - fast.ended_s <= SAME_STEP * run.makespan_s))
+
+
 def _run(plan: Plan, graph: PlanGraph, cluster: Cluster, *, exact: bool, most_s: float = math.inf) -> Run:
-    timing, tasks = settle(graph, cluster.device.transfer_slowdown, most_s)
+    timing, tasks = settle(graph, cluster, most_s)
     busy_s, work_s = graph.busy_s(timing), graph.work_s(tasks)
     # A run that is kept while others are simulated needs no tasks any more, unless those are to be others.
     kept = graph.without_tasks() if exact else graph
     return Run(plan, kept, timing.start_s, timing.finish_s, busy_s, work_s, exact)
 
 
-def settle(graph: PlanGraph, slowdown: float, most_s: float = math.inf) -> tuple[Timing, TaskGraph]:
+def settle(graph: PlanGraph, cluster: Cluster, most_s: float = math.inf) -> tuple[Timing, TaskGraph]:
     """When the tasks of a graph run, and the tasks with the delays that transfers leave them, if these slow blocks.
 
     Raises LongerError where solving them by events shows that it is after `most_s`.
     """
     tasks, least_s, width = graph.tasks, float(graph.work_s(graph.tasks).max()), graph.quotient.ranks.size
-
+    slowdown, noisy = cluster.device.transfer_slowdown, cluster.stragglers.jitter > 0
     # Tasks that nothing slows down yet may take longer on a network than those that it does. For what links carry after
     # a message, a run doesn't wait.
     has_later = tasks.delay_s.size > graph.items[-1].rows.stop * width
     most_s = math.inf if has_later else most_s / MARGIN if slowdown else most_s
 
     def by_events(some: TaskGraph) -> Timing:
-        return solve(some, sooner(some), least_s=least_s, most_s=most_s)
+        return solve(some, sooner(some), least_s=least_s, most_s=most_s, noisy=noisy)
 
     timing = solve_rows(tasks, width, by_events)
     for _ in range(SLOWDOWN_ROUNDS if slowdown else 0):

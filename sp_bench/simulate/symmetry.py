@@ -21,8 +21,10 @@ import numpy as np
 
 from sp_bench.cluster.topology import Network
 from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.members import members
 from sp_bench.plan.ops import Plan, Transfer, TreeReduce
 from sp_bench.plan.patterns import divisors
+from sp_bench.plan.transfers import peers
 
 Permutation = np.ndarray
 """(n,) The rank that each rank is mapped to."""
@@ -53,6 +55,21 @@ def _groups(op: Transfer) -> tuple[Group | Exchange, ...]:
 def _commutes(move: Permutation, groups: Iterable[Group | Exchange]) -> bool:
     ranks = np.arange(move.size)
     return all(np.array_equal(move[group.member(ranks, 1)], group.member(move, 1)) for group in groups)
+
+
+def links_are_of_pairs(plan: Plan, network: Network) -> bool:
+    """Whether each link carries the messages of one rank to one other alone, as on a ring."""
+    ranks, pair_of = np.arange(plan.n), np.full(network.link_bytes_per_s.size, -1)
+    for group, shift in dict.fromkeys(pair for _, op in plan.transfers for pair in peers(op)):
+        target = members(group, shift, plan.n)
+        for links in network.routes_to(target).links.T:
+            there = (links >= 0) & (target != ranks)
+            links, pairs = links[there], (ranks * plan.n + target)[there]
+            known = pair_of[links]
+            pair_of[links] = pairs  # of several pairs on one link, one
+            if np.any((known >= 0) & (known != pairs)) or np.any(pair_of[links] != pairs):
+                return False
+    return True
 
 
 def that_leave(moves: Sequence[Permutation], values: Iterable[np.ndarray]) -> Sequence[Permutation]:

@@ -14,6 +14,10 @@ from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Plan
 from sp_bench.point import variant_bounds
 from sp_bench.point.choose import choose
+from sp_bench.point.simulated import BY_KIND, simulate_point
+from sp_bench.point.variants import variants
+from sp_bench.simulate import flows, graph
+from sp_bench.simulate.symmetry import links_are_of_pairs
 from tests.support.points import point
 
 BUILT = ((dataflow, "_values"), (schedule, "_waits"), (block_classes, "_find"))
@@ -51,10 +55,10 @@ def test_everything_is_built_once(method: str, monkeypatch: pytest.MonkeyPatch) 
     for (where, name), seen in zip(BUILT, made, strict=True):
         counted(monkeypatch, where, name, seen, of_plan)
     found = choose(point(f"method={method}", "gpus=64", "seqlen=1M"))
-    variants = len(found.candidates or [found])
+    number = len(found.candidates or [found])
     assert set(planned.values()) == set(bounded.values()) == set(computed.values()) == {1}
     assert len(computed) <= len(bounded)
-    assert len(found.plans) <= len(planned) == len(bounded) <= variants * len(found.plans)
+    assert len(found.plans) <= len(planned) == len(bounded) <= number * len(found.plans)
     for seen in made:
         assert set(seen.values()) == {1}
         assert len(seen) <= len(planned)
@@ -69,6 +73,40 @@ def test_a_ring_that_transfers_bind_has_the_tasks_of_one_node() -> None:
             assert run.exact and run.graph.quotient.ranks.size == 8
             transfers = sum(isinstance(item.what, int) for item in run.graph.items)
             assert run.start_s.size <= 8 * (transfers + len(run.graph.items))
+
+
+def test_ranks_that_may_fall_out_of_step_are_all_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TokenRing sends both ways: a link has messages of two ranks. Ranks that hardly differ end later than in step,
+    whether few flows of theirs begin at once or many.
+    """
+    monkeypatch.setattr(simulate, "MANY_TASKS", 0)
+    for many in (10**9, 0):
+        monkeypatch.setattr(flows, "MANY_FLOWS", many)
+        request = point("method=tokenring", "method.layout=striped", "gpus=128", "seqlen=256k", "kv_heads=8")
+        (choice,) = variants(request, [request.ours])
+        plan, problem = choice.plans["forward"], choice.problem
+        in_step = simulate.simulate(plan, problem, request.cluster, nearly_alike=True)
+        assert simulate._ends_as_its_fastest(in_step, request.cluster)
+        run = simulate.exactly(in_step, problem, request.cluster)
+        whole = simulate.simulate(plan, problem, request.cluster, use_symmetry=False)
+        assert run.makespan_s == pytest.approx(whole.makespan_s, rel=simulate.SAME_STEP)
+        assert run.makespan_s > 1.01 * in_step.makespan_s and not run.by_kind
+
+
+def test_ranks_that_are_too_many_stand_for_each_other_and_the_record_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = point("method=tokenring", "method.layout=striped", "gpus=128", "seqlen=256k", "kv_heads=8")
+    assert BY_KIND not in (simulate_point(request)[0].notes or [])
+    monkeypatch.setattr(graph, "MAX_TASKS", 50_000)
+    record, choice = simulate_point(request)
+    assert BY_KIND in (record.notes or []) and all(run.by_kind for run in choice.runs.values())
+
+
+def test_links_of_a_ring_are_of_pairs_of_ranks() -> None:
+    for method, of_pairs in (("ring", True), ("mesh", True), ("tokenring", False), ("ulysses", False)):
+        request = point(f"method={method}", "gpus=32", "seqlen=64k")
+        choice = choose(request)
+        network = request.cluster.network(32)
+        assert links_are_of_pairs(choice.plans["backward"], network) == of_pairs
 
 
 def test_one_rank_stands_for_all_only_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
