@@ -23,8 +23,7 @@ def blocks_s(method: Method, problem: Problem, phase: str, cluster: Cluster) -> 
 
     Where every pair of chunks is a block of its own, the busiest rank computes at least the mean of all ranks. A rank
     folds each block's results but for the first one of a chunk, which may be kept as it is; and what partial sums of
-    other ranks it gets, of which there are as many as the closed form says (`Method.chunks_sent`). Nor does it take
-    less time than the host to launch the calls.
+    other ranks it gets. Nor does it take less time than the host to launch the calls.
     """
     device = cluster.device
     of_plan = problem.decodes or isinstance(problem.blocks, PackBlocks) or device.implementation.repeats_keys
@@ -54,17 +53,19 @@ def _folds_s(
 ) -> float:
     """Seconds in which a rank folds at least, in the mean, into the chunks of one tensor.
 
-    It has its own chunk and those whose operands come to it. With a tile, each gets a result of every block of its row
-    or column; elsewhere perhaps a single one, which takes no fold.
+    It has its own chunk and those whose operands come to it. With a tile these are its rows or columns: each gets a
+    result of every block there, and comes back from all ranks of its group but one; elsewhere each gets perhaps a
+    single result, which takes no fold.
     """
     tensor, tile = summed.by_heads if problem.layout.head_parallel > 1 else summed, method.tile_shape(problem.n)
-    sent = method.chunks_sent(problem, phase)
     if tile:
         rows, columns = tile
         held, several = (columns, rows > 1) if tensor.of_keys else (rows, columns > 1)
+        arriving = held - 1
     else:
+        sent = method.chunks_sent(problem, phase)
         operands = (each for each in sent if not each.is_partial and each.of_keys == tensor.of_keys)
-        held, several = 1 + sum(float(sent[each]) for each in operands), False
+        held, several, arriving = 1 + sum(float(sent[each]) for each in operands), False, float(sent.get(tensor, 0))
     parts = problem.blocks.parts(keys=tensor.of_keys)
 
     def by_class(*, first: bool) -> np.ndarray:
@@ -77,4 +78,4 @@ def _folds_s(
     fold_s = by_class(first=False)
     saved_s = float(np.max(fold_s - by_class(first=True) if several else fold_s))
     here_s = max(0.0, float(computed @ fold_s) - problem.head_slices * held * saved_s)
-    return here_s + float(sent.get(tensor, 0)) * device.fold_s(problem, tensor, arriving=True)
+    return here_s + problem.head_slices * arriving * device.fold_s(problem, tensor, arriving=True)
