@@ -16,7 +16,7 @@ from sp_bench.plan.problem import Problem
 from sp_bench.point import choose as choosing
 from sp_bench.point import variant_bounds
 from sp_bench.point.block_bounds import blocks_s
-from sp_bench.point.choose import TooSlowError, choose
+from sp_bench.point.choose import TooSlowError, choose, simulated
 from sp_bench.point.request import Request
 from sp_bench.point.variant_bounds import least_computed_s
 from sp_bench.point.variants import Choice, unplanned, variants
@@ -137,6 +137,19 @@ def test_a_variant_whose_first_phase_shows_that_it_is_slower_is_not_simulated_fu
     same = ("variant", "layout")
     (row,) = (row for row in whole.candidates or [] if all(row[key] == begun[key] for key in same))
     assert row["step_ms"] >= begun["bound_ms"]
+
+
+def test_a_variant_that_is_slower_than_it_was_ranked_by_is_chosen_only_if_no_other_is_faster() -> None:
+    """TokenRing's ranks fall out of step on stripes, where they were ranked by steps in time with each other."""
+    request = point("method=tokenring", "gpus=256", "seqlen=512k", "kv_heads=8")
+    exact_s = {
+        one.problem.layout.name: simulated(one, request.cluster).total_s for one in variants(request, [request.ours])
+    }
+    choice = choose(request)
+    assert choice.candidates and choice.problem.layout.name == min(exact_s, key=exact_s.__getitem__)
+    assert {row["layout"]: row["step_ms"] for row in choice.candidates} == pytest.approx(
+        {layout: 1e3 * seconds for layout, seconds in exact_s.items()}
+    )
 
 
 def test_nothing_is_simulated_that_takes_longer_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
