@@ -29,8 +29,9 @@ def blocks_s(method: Method, problem: Problem, phase: str, cluster: Cluster) -> 
     of_plan = problem.decodes or isinstance(problem.blocks, PackBlocks) or device.implementation.repeats_keys
     if not method.blocks_are_pairs or of_plan or cluster.stragglers.jitter:
         return 0.0
-    computed = _computed(problem) * (device.block_s(problem, phase) > 0)
-    mean_s = float(computed @ device.block_s(problem, phase))
+    kernels_s = device.block_s(problem, phase)
+    computed = _computed(problem) * (kernels_s > 0)
+    mean_s = float(computed @ kernels_s)
     if not device.implementation.joins_blocks:
         if method.folds_arrivals:
             mean_s += sum(_folds_s(method, problem, phase, device, computed, tensor) for tensor in SUMMED[phase])

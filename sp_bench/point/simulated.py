@@ -28,11 +28,6 @@ from sp_bench.simulate.beside import alone_s, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
 from sp_bench.workload.base import SUNK
 
-BY_KIND = (
-    "one rank stands for all whose blocks take nearly as long, as all of them would be too many to simulate; with all"
-    " of fewer ranks, steps of such plans came out up to 3.3% longer"
-)
-
 
 def outcome(request: Request) -> Outcome:
     """The record of a simulated point with its timeline, its trace and the times of its ranks."""
@@ -104,10 +99,7 @@ def simulate_point(request: Request, most_s: float = math.inf) -> tuple[Record, 
         traffic=replace(plans.traffic, comm_bytes_by_link=by_link),
         memory=_memory(request, choice, plans.memory),
         others=(request.workload.prompt(request.problem), request.workload.described(request.problem)),
-        notes=[
-            *([SUNK] if request.asked().sinks else []),
-            *([BY_KIND] if any(run.by_kind for _, _, run in runs) else []),
-        ],
+        notes=[SUNK] if request.asked().sinks else [],
     )
     return record, choice
 

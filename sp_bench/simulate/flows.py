@@ -265,9 +265,8 @@ def _same_instant(graph: TaskGraph, least_s: float, *, noisy: bool) -> Floats:
         return np.array([SAME_INSTANT, 0.0])
     crossing = graph.path_loads * np.repeat(graph.flow_bytes, np.diff(graph.path_start))
     busy_s = np.bincount(graph.path_links, crossing, graph.link_bytes_per_s.size) / graph.link_bytes_per_s
-    return (ABOUT_AN_INSTANT if noisy else NEARLY_AN_INSTANT) * np.array(
-        [1.0, max(least_s, float(busy_s.max(initial=0.0)))]
-    )
+    instant = ABOUT_AN_INSTANT if noisy else NEARLY_AN_INSTANT
+    return instant * np.array([1.0, max(least_s, float(busy_s.max(initial=0.0)))])
 
 
 def _kernel_arguments(graph: TaskGraph, same_instant: Floats, most_s: float, at_once: int) -> tuple[Any, ...]:

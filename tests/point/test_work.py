@@ -14,7 +14,8 @@ from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Plan
 from sp_bench.point import variant_bounds
 from sp_bench.point.choose import choose
-from sp_bench.point.simulated import BY_KIND, simulate_point
+from sp_bench.point.simulated import simulate_point
+from sp_bench.point.simulated_record import BY_KIND
 from sp_bench.point.variants import variants
 from sp_bench.simulate import flows, graph
 from sp_bench.simulate.symmetry import links_are_of_pairs
