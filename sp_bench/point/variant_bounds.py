@@ -16,7 +16,7 @@ from sp_bench.plan.problem import Problem
 from sp_bench.point.block_bounds import blocks_s
 from sp_bench.point.request import Request
 from sp_bench.point.variants import unplanned
-from sp_bench.simulate import least_s, uncontended_s
+from sp_bench.simulate import least_s, relaxed_s
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 from sp_bench.simulate.operations import work_s
 
@@ -42,7 +42,7 @@ def by_bound(
     The first bounds are closed forms of what blocks take, for which nothing is planned (`blocks_s`), if `estimates` are
     wanted. Only where the bound so far is below `most_s` and all times that are known by then, `timed`, what the plans
     send is part of it, then what ranks compute; and then, of many ranks, what takes all of them longer to find: the
-    step without contention, and what simulating one of each kind says (simulate.uncontended_s, simulate.least_s), if
+    step with one link that flows share, and what simulating one of each kind says (simulate.relaxed_s, least_s), if
     `estimates` are wanted. Each is found for one phase after the other, as the first may be enough.
     """
     refined = len(variants) > 1 or most_s < math.inf
@@ -76,7 +76,7 @@ def _first_bounds(
 
 def _refinements(n: int, estimates: bool) -> list:
     """Functions with further bounds on the time of a phase, those that take less time first."""
-    return [_computed_s, _uncontended_s, least_s] if estimates and n >= MANY_RANKS else [_computed_s]
+    return [_computed_s, _relaxed_s, least_s] if estimates and n >= MANY_RANKS else [_computed_s]
 
 
 def sent_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
@@ -85,9 +85,9 @@ def sent_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
     return max(lower_bounds(plan, problem, cluster, crossing, 0.0).values())
 
 
-def _uncontended_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
-    """A lower bound on the time of a phase by all that is simulated of it except that flows share links."""
-    return (1 - ROUNDING) * uncontended_s(plan, problem, cluster)
+def _relaxed_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
+    """A lower bound on the time of a phase by all that is simulated of it, but that flows share one link, not all."""
+    return (1 - ROUNDING) * relaxed_s(plan, problem, cluster)
 
 
 def _computed_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:

@@ -22,13 +22,13 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
 from sp_bench.simulate.flows import LongerError, TaskGraph, Timing, solve, sooner
-from sp_bench.simulate.graph import build_as_alike, build_graph, uncontended_s
+from sp_bench.simulate.graph import build_as_alike, build_graph, relaxed_s
 from sp_bench.simulate.plan_graph import PlanGraph
 from sp_bench.simulate.slowdown import slowed_by_transfers
 from sp_bench.simulate.symmetry import links_are_of_pairs
 from sp_bench.simulate.uncontended import solve_rows
 
-__all__ = ["WAITING", "LongerError", "Run", "Span", "exactly", "least_s", "simulate", "uncontended_s"]
+__all__ = ["WAITING", "LongerError", "Run", "Span", "exactly", "least_s", "relaxed_s", "simulate"]
 
 SLOWDOWN_ROUNDS, SLOWDOWN_SETTLED = 8, 1e-4
 """Transfers slow blocks down, which changes when they run: how often at most that is worked out, and how well."""

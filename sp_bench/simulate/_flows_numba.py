@@ -7,8 +7,8 @@ A link's level is the rate at which it is full: its flows run at that rate, exce
 holds to less. A flow runs at the lowest level of its links, and one link with that level holds it. Rates are max-min
 fair if every link's level is right, given the levels of all others. So when flows join or leave, the levels of their
 links are computed again, then those of the links that share a flow with a link whose level has changed, and so on
-(`_settle`). A level depends on lower levels only. Taking links from the lowest level up therefore settles most of them
-at once, and links where nothing changes are never looked at.
+(`_settle`). A level depends on lower levels only. Taking links from the lowest level up, those to come for as high as
+can be, therefore settles most of them at once, and links where nothing changes are never looked at.
 
 The end of a flow isn't kept in seconds, because each change of its rate would move it. Each link has a clock that runs
 at its level, in bytes, and a flow ends at a fixed reading of its holder's clock (`held`). A change of level then moves
@@ -81,6 +81,14 @@ class Links(NamedTuple):
     """In bytes per second; inf where all flows are held elsewhere. One more entry, always inf, stands for no link."""
     clean_level: Floats
     """The level; 0 while the link is dirty, and always 0 where the level never changes."""
+    before: Floats
+    """The level that a link had before it was dirty: meanwhile its level is inf."""
+    turn: Int64s
+    """One entry: how many levels have settled."""
+    marked: Int64s
+    """The turn at which a link has become dirty."""
+    settled: Int64s
+    """The turn at which its level has settled."""
     is_changed: Flags
     changed: Int64s
     """A list of the links whose levels change in this instant."""
@@ -265,7 +273,7 @@ def _leave(
         seats.is_held[seat] = seats.is_held[last]
         for i in range(width):
             seats.others[seat * width + i] = seats.others[last * width + i]
-        _mark_dirty(links, dirty, link)
+        _mark_dirty(g, links, dirty, link)
 
 
 def _fill(
@@ -290,7 +298,7 @@ def _fill(
             _hold_alone(g, tasks, links, seats, events, held, flow, now)
             continue
         for hop in range(g.path_start[flow], g.path_start[flow + 1]):
-            _mark_dirty(links, dirty, g.path_links[hop])
+            _mark_dirty(g, links, dirty, g.path_links[hop])
         tasks.joined[n_met] = flow
         n_met += 1
     n_changed, n_misheld = _settle(g, links, seats, dirty)
@@ -313,52 +321,69 @@ def _fill(
 
 
 def _settle(g: Graph, links: Links, seats: Seats, dirty: Heaps) -> tuple[int, int]:
-    """Compute the levels of dirty links, and of those that depend on them.
+    """Compute the levels of dirty links, and of those that depend on them, from the lowest up.
 
+    A link's level is at least what it is while dirty ones hold none of its flows. The lowest of all such bounds is a
+    level. So it settles, and the others' bounds rise.
     Returns how many levels have changed, and how many links are misheld.
     """
-    n_changed, n_misheld = 0, 0
+    n_changed, n_misheld, highest = 0, 0, 0.0
     width = seats.width[0]
     while dirty.size[0] > 0:
         link = dirty.items[0]
+        level, is_misheld = _level(g, links, seats, link, dirty.key[0])
         _remove(dirty, 0, link)
-        level, is_misheld = _level(g, links, seats, link)
+        if dirty.size[0] > 0 and level > dirty.key[0]:
+            _set_key(dirty, 0, link, level)
+            continue
         if is_misheld and not links.is_misheld[link]:
             links.is_misheld[link] = True
             links.misheld[n_misheld] = link
             n_misheld += 1
-        before = links.level[link]
-        lower = min(before, level)
-        if level == before or abs(level - before) <= SAME_LEVEL * lower:
-            links.clean_level[link] = before
-            continue
+        before = links.before[link]
+        is_same = level == before or abs(level - before) <= SAME_LEVEL * min(before, level)
+        if is_same:
+            level = before
         links.level[link] = links.clean_level[link] = level
-        if not links.is_changed[link]:
+        links.turn[0] += 1
+        links.settled[link] = links.turn[0]
+        if is_same and level >= highest:
+            continue
+        if not is_same and not links.is_changed[link]:
             links.is_changed[link] = True
             links.changed[n_changed] = link
             n_changed += 1
+        highest = max(highest, min(level, FINITE))
         first = g.link_seat_start[link]
         last = first + links.taken[link]
+        lower = min(before, level)
         n_beside = _above(links.clean_level, seats.others, first * width, last * width, lower, links.beside)
         for i in range(n_beside):
-            _mark_dirty(links, dirty, links.beside[i])
+            other = links.beside[i]
+            # Those that have settled since this link was marked took it for higher than they are, others for `before`.
+            since = links.settled[other] > links.marked[link]
+            if (since and links.level[other] > level) or not (since or is_same):
+                _mark_dirty(g, links, dirty, other)
     return n_changed, n_misheld
 
 
-def _mark_dirty(links: Links, dirty: Heaps, link: int) -> None:
+def _mark_dirty(g: Graph, links: Links, dirty: Heaps, link: int) -> None:
     """Have the level of a link computed again, unless it never changes."""
     if links.clean_level[link] > 0.0:
         links.clean_level[link] = 0.0
-        _set_key(dirty, 0, link, links.level[link])
+        links.before[link] = links.level[link]
+        links.level[link] = np.inf
+        links.marked[link] = links.turn[0]
+        _set_key(dirty, 0, link, g.link_bytes_per_s[link] / max(links.taken[link], 1))
 
 
-def _level(g: Graph, links: Links, seats: Seats, link: int) -> tuple[float, bool]:
+def _level(g: Graph, links: Links, seats: Seats, link: int, guess: float) -> tuple[float, bool]:
     """The level of a link, given the levels of all others, and whether it is misheld.
 
     What the flows take of a link is a concave, piecewise linear function of its level. From any guess, Newton's method
-    steps to the level or below it, and from there up to it. The first guess is the level before.
+    steps to the level or below it, and from there up to it.
     """
-    guess, is_below = links.level[link], False
+    is_below = False
     first, last = g.link_seat_start[link], g.link_seat_start[link] + links.taken[link]
     while first < last:
         taken_bytes_per_s, rising_load, highest, lowest, wrong = _used(

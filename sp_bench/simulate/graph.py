@@ -39,6 +39,7 @@ from sp_bench.plan.schedule import Segment
 from sp_bench.plan.tensors import Tensor
 from sp_bench.plan.transfers import messages, peers
 from sp_bench.simulate import collectives
+from sp_bench.simulate.least_times import least_makespan_s
 from sp_bench.simulate.noise import Noise
 from sp_bench.simulate.operations import operation_costs
 from sp_bench.simulate.plan_graph import Item, PlanGraph
@@ -53,7 +54,7 @@ to 8% longer than those of half the keys."""
 FEWER = 4
 """How many times as many ranks a graph has that is worth replacing by an estimate."""
 KEPT_TASKS = 4_000_000
-"""Rows of so many tasks are kept between uncontended_s and build_graph: a hundred MB."""
+"""Rows of so many tasks are kept between relaxed_s and build_graph: a hundred MB."""
 LATER_WEIGHT = 1e3
 """The weight of bytes that links carry after their message (Wire.later_bytes): messages, of about 1, go first."""
 
@@ -87,20 +88,20 @@ def build_as_alike(plan: Plan, problem: Problem, cluster: Cluster) -> PlanGraph 
     return alike.build() if FEWER * alike.ranks.size <= nearly.ranks.size else None
 
 
-def uncontended_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
-    """A lower bound on the makespan of build_graph's tasks, with nearly alike ranks or with all: none of their flows
-    slows another down. Ranks that are nearly alike are each as fast as the fastest, and need not run at the same time.
-    0.0 where that is no quicker than to solve them. Seconds.
+def relaxed_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
+    """A lower bound on the makespan of build_graph's tasks, with nearly alike ranks or with all, in seconds: no flow
+    slows another down, or flows share one link, and no other (least_makespan_s). Ranks that are nearly alike are each
+    as fast as the fastest, and need not run at the same time. 0.0 where that is no quicker than to solve them.
     """
     builder = _nearly(plan, problem, cluster)
-    seconds = builder.uncontended_s()
+    seconds = builder.relaxed_s()
     if builder.tasks + sum(kept.tasks for kept in _KEPT.values()) <= KEPT_TASKS:
         _KEPT[plan] = builder
     return seconds
 
 
 def _nearly(plan: Plan, problem: Problem, cluster: Cluster) -> _Builder:
-    """The builder with nearly alike ranks: the plan's last one, with its rows, where uncontended_s has kept that."""
+    """The builder with nearly alike ranks: the plan's last one, with its rows, where relaxed_s has kept that."""
     kept = _KEPT.get(plan)
     if kept and kept.cluster is cluster and kept.problem == problem:
         return kept
@@ -188,12 +189,12 @@ class _Builder:
             share = (self.own_s + self.costs.results_s()) * self.all_slow / self.kind_s[self.quotient.orbit]
         return PlanGraph(tasks, tuple(items), self.quotient, work, self.exact, self.least, share)
 
-    def uncontended_s(self) -> float:
-        """The makespan if no flow slowed another down; 0.0 where so few tasks are simulated soon enough."""
+    def relaxed_s(self) -> float:
+        """A lower bound on the makespan; 0.0 where so few tasks are simulated soon enough."""
         if not SOME_TASKS < self._most_tasks(self.wanted) <= MAX_TASKS:
             return 0.0
         rows = self._items[-1].rows.stop  # a run doesn't wait for what links carry after a message
-        return self.rows.uncontended_s(self.cores, rows, self.least, alike=self.exact)
+        return least_makespan_s(self.rows, self.cores, rows, self.least, alike=self.exact)
 
     @cached_property
     def _items(self) -> list[Item]:

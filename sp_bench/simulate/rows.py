@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -126,40 +126,7 @@ class Rows:
             self.known[key] = path, _by_task(path.links, path.loads)
         return self.known[key][1]
 
-    def uncontended_s(
-        self, cores: int | None, first_rows: int, least: Mapping[int, np.ndarray], *, alike: bool
-    ) -> float:
-        """When the last task of so many first rows ends if no flow slows another down, but those of ranks of a kind if
-        these are `alike`, which run at the same time. Rows of work that is in `least` take those seconds: (n,) each.
-        """
-        rates, finish_s = dict[tuple[int, int], np.ndarray](), np.zeros(first_rows * self.n)
-        rows = zip(self.delays, self.sizes, self.crossed, self.caps, self.deps, strict=True)
-        for row, (delay_s, sizes, crossed, cap, deps) in zip(range(first_rows), rows, strict=False):
-            row_s = finish_s[row * self.n : (row + 1) * self.n]
-            if row in least:
-                delay_s, sizes = (delay_s, least[row] * CORE_WORK_PER_S) if cores else (least[row], sizes)
-            for tasks in deps:
-                there_s = finish_s[tasks.row * self.n :]
-                np.maximum(row_s, there_s[: self.n] if tasks.ranks is None else there_s[tasks.ranks], out=row_s)
-            row_s += delay_s
-            if sizes is not self.nothing:
-                key = id(crossed), id(cap)
-                if key not in rates:
-                    rates[key] = self._alone(crossed, cap, cores, alike=alike)
-                row_s += sizes / rates[key]
-        return float(finish_s.max(initial=0.0))
-
-    def _alone(self, crossed: Crossed, cap: np.ndarray, cores: int | None, *, alike: bool) -> np.ndarray:
-        """Bytes per second of each task's flow where there is no other or, if ranks are `alike`, none of another kind:
-        (n,).
-        """
-        rates, tasks, loads = cap.copy(), crossed.tasks, crossed.loads
-        if not alike:  # cores are one link more
-            loads = loads / (self.quotient.sizes[tasks] // np.append(self.quotient.link_sizes, 1)[crossed.links])
-        np.minimum.at(rates, tasks, self._link_bytes_per_s(cores)[crossed.links] / loads)
-        return rates
-
-    def _link_bytes_per_s(self, cores: int | None) -> np.ndarray:
+    def link_bytes_per_s(self, cores: int | None) -> np.ndarray:
         """The rate of each link, with one more where cores are shared."""
         return np.append(self.quotient.link_bytes_per_s, [cores * CORE_WORK_PER_S] if cores else [])
 
@@ -175,7 +142,7 @@ class Rows:
             dep_tasks=self._predecessors(),
             rate_cap=self._together(self.caps, self.uncapped),
             weight=self._together(self.weights, self.ones),
-            link_bytes_per_s=self._link_bytes_per_s(cores),
+            link_bytes_per_s=self.link_bytes_per_s(cores),
         )
 
     def _loads(self) -> np.ndarray:

@@ -104,6 +104,28 @@ def all_to_all(seed: int, ranks: int) -> tuple[list[Task], list[float]]:
     return tasks, [float(rate) for rate in rng.uniform(0.5, 2, 2 * ranks)] + [300.0]
 
 
+def test_a_level_settles_about_once_in_an_instant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each event of an all-to-all changes nearly every rate, which takes no search from one wrong level to the next."""
+    settle, levels, links_settled = kernel._settle, 0, 0
+
+    def counted(graph: Any, links: Any, *others: Any) -> tuple[int, int]:
+        nonlocal levels, links_settled
+        before = links.turn[0]
+        result = settle(graph, links, *others)
+        levels += links.turn[0] - before
+        links_settled += sum(turn > before for turn in links.settled)
+        return result
+
+    monkeypatch.setattr(kernel, "_settle", counted)
+    ranks, tasks = 24, list[Task]()
+    for source in range(ranks):
+        targets = [rank for rank in range(ranks) if rank // 4 != source // 4]
+        tasks += [Task(1e-3 * max(source, target), 1.0, (source, ranks + target)) for target in targets]
+    solve(graph_of(tasks, [1.0] * 2 * ranks), "python")
+    assert links_settled > 10 * ranks
+    assert levels <= 1.5 * links_settled
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("seed", range(3))
 def test_all_to_alls_agree_with_the_exact_reference(solver: Solver, seed: int) -> None:
