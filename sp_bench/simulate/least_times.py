@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -81,62 +79,47 @@ def _follow(rows: Rows, taken: list[_Taken], links: _Links) -> None:
             before_s[ranks] = np.maximum(before_s[ranks], row_s)
 
 
-@dataclass(frozen=True, eq=False)
 class _Crossing:
-    """The links that rows with the same paths cross. (n,) are by task, (H,) by hop, those on one link together."""
+    """The links that rows with the same paths cross: of each flow the slowest ones. (H,) are by crossing, those of one
+    link together.
+    """
 
-    rows: Rows
-    crossed: Crossed
-    cap: np.ndarray
-    bytes_per_s: np.ndarray
-    alike: bool
-
-    @cached_property
-    def rates(self) -> np.ndarray:
+    def __init__(self, rows: Rows, crossed: Crossed, cap: np.ndarray, bytes_per_s: np.ndarray, *, alike: bool) -> None:
+        tasks, links, loads = crossed.tasks, crossed.links, crossed.loads
+        flow_bytes_per_s, slowest = bytes_per_s[links] / loads, np.full(cap.size, np.inf)
+        np.minimum.at(slowest, tasks, flow_bytes_per_s)
+        # Where ranks may run at other times, no other rank's flow is on a link; cores are one link more.
+        crowd = 1 if alike else rows.quotient.sizes[tasks] // np.append(rows.quotient.link_sizes, 1)[links]
+        self.rates = cap.copy()
         """Bytes per second of each task's flow where there is no other or, if ranks are `alike`, none of another kind:
         (n,).
         """
-        rates, tasks, loads = self.cap.copy(), self.crossed.tasks, self.crossed.loads
-        if not self.alike:  # cores are one link more
-            quotient = self.rows.quotient
-            loads = loads / (quotient.sizes[tasks] // np.append(quotient.link_sizes, 1)[self.crossed.links])
-        np.minimum.at(rates, tasks, self.bytes_per_s[self.crossed.links] / loads)
-        return rates
-
-    @cached_property
-    def _order(self) -> np.ndarray:
-        return np.argsort(self.crossed.links, kind="stable")
-
-    @cached_property
-    def _tasks(self) -> np.ndarray:
-        """(H,) The task of each hop."""
-        return self.crossed.tasks[self._order]
-
-    @cached_property
-    def _first(self) -> np.ndarray:
-        """Where the hops of each link begin."""
-        return np.flatnonzero(np.diff(self.crossed.links[self._order], prepend=-1))
-
-    @cached_property
-    def _s_per_byte(self) -> np.ndarray:
-        """(H,) What a byte takes of the link."""
-        return (self.crossed.loads / self.bytes_per_s[self.crossed.links])[self._order]
-
-    @cached_property
-    def links(self) -> np.ndarray:
+        np.minimum.at(self.rates, tasks, flow_bytes_per_s * crowd)
+        some = np.flatnonzero(flow_bytes_per_s <= slowest[tasks])
+        some = some[np.argsort(links[some], kind="stable")]
+        self._tasks, self._s_per_byte = tasks[some], 1 / flow_bytes_per_s[some]
+        self._first = np.flatnonzero(np.diff(links[some], prepend=-1))
+        each = links[some][self._first]
+        in_one = each.size > 0 and each[-1] - each[0] == each.size - 1
+        self.links = slice(each[0], each[-1] + 1) if in_one else each
         """Each once."""
-        return self.crossed.links[self._order][self._first]
+        self._loads = dict[int, tuple[np.ndarray, _Load]]()
 
     def load(self, sizes: np.ndarray) -> _Load | None:
         """What flows of so many bytes, (n,), take of the links; None if there are none."""
-        if not self.crossed.links.size:
+        if not self._tasks.size:
             return None
-        return _Load(self, np.add.reduceat(sizes[self._tasks] * self._s_per_byte, self._first))
+        if id(sizes) not in self._loads:
+            load = _Load(self, self._by_link(np.add, sizes[self._tasks] * self._s_per_byte))
+            self._loads[id(sizes)] = sizes, load  # an array that is kept keeps its id
+        return self._loads[id(sizes)][1]
 
     def least(self, of_tasks: np.ndarray) -> np.ndarray:
         """The least value, (n,), of the tasks on each link."""
-        values = of_tasks[self._tasks]
-        return values if self._first.size == values.size else np.minimum.reduceat(values, self._first)
+        return self._by_link(np.minimum, of_tasks[self._tasks])
+
+    def _by_link(self, reduced: np.ufunc, values: np.ndarray) -> np.ndarray:
+        return values if self._first.size == values.size else reduced.reduceat(values, self._first)
 
 
 class _Links:
