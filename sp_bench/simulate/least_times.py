@@ -49,15 +49,15 @@ def least_makespan_s(
 
 
 class _Load(NamedTuple):
-    """What the flows of a row take of the links that they cross."""
+    """The time that the flows of a row take of the links that they cross."""
 
     crossing: _Crossing
     seconds: np.ndarray
-    """Of each link at its full rate, for all of them."""
+    """Those of each link at its full rate, for all of them."""
 
 
 class _Taken(NamedTuple):
-    """What a row takes at least."""
+    """The least time of a row."""
 
     seconds: np.ndarray
     """(n,) If no other flow slows its own down."""
@@ -106,7 +106,7 @@ class _Crossing:
         self._loads = dict[int, tuple[np.ndarray, _Load]]()
 
     def load(self, sizes: np.ndarray) -> _Load | None:
-        """What flows of so many bytes, (n,), take of the links; None if there are none."""
+        """The time that flows of so many bytes, (n,), take of the links; None if there are none."""
         if not self._tasks.size:
             return None
         if id(sizes) not in self._loads:
@@ -123,7 +123,7 @@ class _Crossing:
 
 
 class _Links:
-    """What links carry, by link: (L,)."""
+    """The flows on each link, by link: (L,)."""
 
     def __init__(self, bytes_per_s: np.ndarray) -> None:
         self.bytes_per_s = bytes_per_s
