@@ -137,7 +137,7 @@ def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held:
     Returns False, with all state unusable, as soon as a link has more flows at once than seats; True at the end.
     An event is the end of a task's delay (its number) or the next end of a flow that a link holds (the number of tasks
     plus the link's). `held` has a heap for each link: the flows it holds, by the clock reading at which they end.
-    `dirty` are the links whose level may have changed.
+    `dirty` are the links whose level may have changed, by what it is at least.
     """
     n_tasks = g.counts[TASKS]
     _find_followers(g, tasks)
@@ -353,7 +353,7 @@ def _settle(g: Graph, links: Links, seats: Seats, dirty: Heaps) -> tuple[int, in
             links.is_changed[link] = True
             links.changed[n_changed] = link
             n_changed += 1
-        highest = max(highest, min(level, FINITE))
+        highest = max(highest, level)
         first = g.link_seat_start[link]
         last = first + links.taken[link]
         lower = min(before, level)

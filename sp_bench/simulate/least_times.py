@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,7 +20,7 @@ def least_makespan_s(
     the bound of Carlier (The one-machine sequencing problem, 1982).
     """
     links, known = _Links(rows.link_bytes_per_s(cores)), dict[tuple[int, int], _Crossing]()
-    taken, finish_s = list[_Taken](), np.zeros(first_rows * rows.n)
+    taken, finish_s = list[tuple[np.ndarray, _Crossing | None]](), np.zeros(first_rows * rows.n)
     for row, deps in enumerate(rows.deps[:first_rows]):
         delay_s, sizes, crossed, cap = rows.delays[row], rows.sizes[row], rows.crossed[row], rows.caps[row]
         if row in least:
@@ -32,15 +31,15 @@ def least_makespan_s(
             np.maximum(ended_s, there_s[: rows.n] if tasks.ranks is None else there_s[tasks.ranks], out=ended_s)
         ended_s += delay_s
         if sizes is rows.nothing:
-            taken.append(_Taken(delay_s))
+            taken.append((delay_s, None))
             continue
         key = id(crossed), id(cap)
         if key not in known:
             known[key] = _Crossing(rows, crossed, cap, links.bytes_per_s, alike=alike)
-        sending_s, load = sizes / known[key].rates, known[key].load(sizes)
-        taken.append(_Taken(delay_s + sending_s, load))
-        if load:
-            links.join(load, ended_s)
+        crossing = known[key]
+        sending_s = sizes / crossing.rates
+        taken.append((delay_s + sending_s, crossing))
+        links.join(crossing, sizes, ended_s)
         ended_s += sending_s
     makespan_s = float(finish_s.max(initial=0.0))
     del finish_s  # it takes as much memory as what follows
@@ -48,30 +47,16 @@ def least_makespan_s(
     return max(makespan_s, links.least_s)
 
 
-class _Load(NamedTuple):
-    """The time that the flows of a row take of the links that they cross."""
-
-    crossing: _Crossing
-    seconds: np.ndarray
-    """Those of each link at its full rate, for all of them."""
-
-
-class _Taken(NamedTuple):
-    """The least time of a row."""
-
-    seconds: np.ndarray
-    """(n,) If no other flow slows its own down."""
-    load: _Load | None = None
-
-
-def _follow(rows: Rows, taken: list[_Taken], links: _Links) -> None:
-    """Let each link know what comes after the flows that it carries, at least."""
+def _follow(rows: Rows, taken: Sequence[tuple[np.ndarray, _Crossing | None]], links: _Links) -> None:
+    """Let each link know what comes after the flows that it carries, at least. Rows take so many seconds alone, (n,)
+    each, and cross those links.
+    """
     after_s = np.zeros(len(taken) * rows.n)
     for row in range(len(taken) - 1, -1, -1):
-        seconds, load = taken[row]
+        seconds, crossing = taken[row]
         row_s = after_s[row * rows.n : (row + 1) * rows.n]
-        if load:
-            links.leave(load, row_s)
+        if crossing:
+            links.leave(crossing, row_s)
         row_s += seconds  # from the beginning of the row on
         for tasks in rows.deps[row]:
             before_s, ranks = after_s[tasks.row * rows.n :], slice(rows.n) if tasks.ranks is None else tasks.ranks
@@ -103,16 +88,10 @@ class _Crossing:
         in_one = each.size > 0 and each[-1] - each[0] == each.size - 1
         self.links = slice(each[0], each[-1] + 1) if in_one else each
         """Each once."""
-        self._loads = dict[int, tuple[np.ndarray, _Load]]()
 
-    def load(self, sizes: np.ndarray) -> _Load | None:
-        """The time that flows of so many bytes, (n,), take of the links; None if there are none."""
-        if not self._tasks.size:
-            return None
-        if id(sizes) not in self._loads:
-            load = _Load(self, self._by_link(np.add, sizes[self._tasks] * self._s_per_byte))
-            self._loads[id(sizes)] = sizes, load  # an array that is kept keeps its id
-        return self._loads[id(sizes)][1]
+    def seconds(self, sizes: np.ndarray) -> np.ndarray:
+        """The time that flows of so many bytes, (n,), take of each link at its full rate, all together."""
+        return self._by_link(np.add, sizes[self._tasks] * self._s_per_byte)
 
     def least(self, of_tasks: np.ndarray) -> np.ndarray:
         """The least value, (n,), of the tasks on each link."""
@@ -130,21 +109,21 @@ class _Links:
         self._end_s, self._joined_s = np.full((2, bytes_per_s.size), -np.inf)
         self._after_s = np.full(bytes_per_s.size, np.inf)
 
-    def join(self, load: _Load, joined_s: np.ndarray) -> None:
-        """Have the flows of one more row join the links, at no time before `joined_s`, by task.
+    def join(self, crossing: _Crossing, sizes: np.ndarray, joined_s: np.ndarray) -> None:
+        """Have the flows of one more row join the links, of so many bytes and at no time before `joined_s`: (n,) each.
 
         A link's end is the most, over what has joined it from some row on, of when the first of that joins and the
-        seconds of all of it. If a row joins before the one before it, that first moment is no more earlier than that.
+        seconds of all of it. A row that joins before the last one makes that first moment earlier by no more than that.
         """
-        begin_s, links = load.crossing.least(joined_s), load.crossing.links
+        begin_s, links = crossing.least(joined_s), crossing.links
         earlier_s = np.maximum(self._joined_s[links] - begin_s, 0.0)
-        self._end_s[links] = np.maximum(self._end_s[links] - earlier_s, begin_s) + load.seconds
+        self._end_s[links] = np.maximum(self._end_s[links] - earlier_s, begin_s) + crossing.seconds(sizes)
         self._joined_s[links] = begin_s
 
-    def leave(self, load: _Load, after_s: np.ndarray) -> None:
-        """So much comes after flows of a row, by task."""
-        links = load.crossing.links
-        self._after_s[links] = np.minimum(self._after_s[links], load.crossing.least(after_s))
+    def leave(self, crossing: _Crossing, after_s: np.ndarray) -> None:
+        """Have so much come after the flows of a row: (n,)."""
+        links = crossing.links
+        self._after_s[links] = np.minimum(self._after_s[links], crossing.least(after_s))
 
     @property
     def least_s(self) -> float:

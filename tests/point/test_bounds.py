@@ -243,9 +243,7 @@ def test_a_plan_that_is_bounded_has_its_rows_made_once(monkeypatch: pytest.Monke
 
 
 def test_of_ranks_that_are_all_unlike_few_variants_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """StarTrail's teams by the bound with one shared link, which is most of each: the choice is the same
-    as of all.
-    """
+    """StarTrail's teams by the bound with one shared link, which is most of each: the choice is the same as of all."""
     request = point("method=startrail", "method.layout=zigzag", "gpus=144", "seqlen=36k", "kv_heads=4")
     monkeypatch.setattr(graph, "SOME_TASKS", 0)
     timed, chosen = list[int](), list[tuple[str, float]]()
