@@ -153,11 +153,12 @@ class Runs:
         workers = min(self.workers, max(len(simulated) // FEW, min(len(simulated), len(self._processes.idle))))
         if workers > 1:
             self._ask_workers(simulated, workers)
-            todo = [p for p in todo if p not in self._known]
-        for one in simulated:
-            if one not in self._known:
-                self._keep(one, record_of(one, self.folder))
-        self._measure([p for p in todo if is_measured(p)])
+        if left := [p for p in todo if p not in self._known]:
+            with Composer() as composer:
+                for one in simulated:
+                    if one in left:
+                        self._keep(one, record_of(one, self.folder, composer))
+                self._measure([p for p in left if is_measured(p)], composer)
         return [self._known[p] for p in points]
 
     def ok(self, points: Iterable[Point]) -> list[Record]:
@@ -200,9 +201,9 @@ class Runs:
         self._known[one] = record
         self.progress(" ".join(one))
 
-    def _measure(self, points: Sequence[Point]) -> None:
+    def _measure(self, points: Sequence[Point], composer: Composer) -> None:
         """Measure all points at once: consecutive points of one problem are timed in turn, so they can be compared."""
-        by_point = {one: request_of(one) for one in points}
+        by_point = {one: request_of(one, composer) for one in points}
         requests = [request for request in by_point.values() if isinstance(request, Request)]
         done = {o.record.run_id: o.record for o in run_points(requests, folder=self.folder, reuse=True)}
         for one, request in by_point.items():
@@ -268,34 +269,30 @@ def is_measured(one: Point) -> bool:
     return bool(group("cluster", cluster).get("this_machine"))
 
 
-def record_of(one: Point, folder: Path) -> Record:
+def record_of(one: Point, folder: Path, composer: Composer) -> Record:
     """The record of one point, taken from the folder or run."""
-    request = request_of(one)
+    request = request_of(one, composer)
     return request if isinstance(request, Record) else run_points([request], folder=folder, reuse=True)[0].record
 
 
-def request_of(one: Point) -> Request | Record:
+def request_of(one: Point, composer: Composer) -> Request | Record:
     """The request of a point, or the record of a point that can't be served."""
     traced = any(text.startswith("trace=") for text in one)
-    config = _composed(one if traced else (*one, "trace=0"))
+    config = composer.compose(["logger=none", "baseline=null", *(one if traced else (*one, "trace=0"))])
     try:
         return resolve(config)
     except RequestError as error:
         return unsupported(config, error)
 
 
-def _composed(one: Point) -> Mapping[str, Any]:
-    with Composer() as composer:
-        return composer.compose(["logger=none", "baseline=null", *one])
-
-
 def main() -> None:
     """Answer the points of the input until it ends, or at once on Ctrl-C, which a notebook's kernel ends with, too."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     answers, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        record = record_of(tuple(json.loads(line)), Path(sys.argv[1]))
-        print(json.dumps(record.to_dict()), file=answers, flush=True)
+    with Composer() as composer:
+        for line in sys.stdin:
+            record = record_of(tuple(json.loads(line)), Path(sys.argv[1]), composer)
+            print(json.dumps(record.to_dict()), file=answers, flush=True)
 
 
 if __name__ == "__main__":

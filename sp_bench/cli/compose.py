@@ -6,6 +6,7 @@ import itertools
 import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -116,25 +117,20 @@ class Composer(ExitStack):
         method = CONF / "method" / f"{chosen.get(METHOD, '').partition('=')[2]}.yaml"
         by_itself = method.is_file()
         shared = sorted(text for group, text in chosen.items() if not (by_itself and group == METHOD))
+        others = [override for override in parsed if override not in of_hydra]
         try:
-            content = pickle.loads(_composed((*shared, *self._search)))
-            if by_itself:
-                content["method"] = yaml_of(method)
-            others = [override for override in parsed if override not in of_hydra]
-            config = _touched(content, others)
-            for override in others:
-                group, _, key = override.key_or_group.partition(".")
-                optional = group in SECTIONS and has_key(SECTIONS[group], key)
-                _set(config, override, optional=optional)
+            found = _composed((*shared, *self._search), method if by_itself else None)
+            content = found.set_plainly(others)
+            config = None if content else found.set_by_hydra(others)
         except (HydraException, OmegaConfBaseException) as error:
             raise self._explained(overrides, error) from None
         try:
-            composed = OmegaConf.to_container(config, resolve=True)
+            resolved = content or found.content() | {
+                str(key): value for key, value in OmegaConf.to_container(config, resolve=True).items()
+            }
         except OmegaConfBaseException as error:
             what = str(error).splitlines()[0]
             raise RequestError(" ".join(overrides), what, "a plain value would work") from None
-        assert isinstance(composed, dict)
-        resolved: dict[str, Any] = content | {str(key): value for key, value in composed.items()}
         on_this_machine = resolved["cluster"].get("this_machine") is True
         if workload := WORKLOADS.get(str(resolved["workload"])):
             resolved |= workload.filled(resolved, here=on_this_machine)
@@ -295,33 +291,84 @@ def _given(overrides: Sequence[Override]) -> dict[str, str]:
     return {o.key_or_group: _value(o) for o in overrides}
 
 
-def _or_null(override: Override, config: DictConfig) -> Any:
+def _or_null(override: Override, before: Any) -> Any:
     """The value of an override. `none` is null for a baseline, and where null is the default."""
     key, value = override.key_or_group, override.value()
-    return None if value == "none" and (key == "baseline" or OmegaConf.select(config, key) is None) else value
+    return None if value == "none" and (key == "baseline" or before is None) else value
 
 
 def _set(config: DictConfig, override: Override, *, optional: bool) -> None:
     """Set what an override says: a section's keys beside its others. Raises RequestError for a section of no keys."""
-    key, value = override.key_or_group, _or_null(override, config)
-    section, is_section = OmegaConf.select(config, key), isinstance(value, Mapping)
+    key, section = override.key_or_group, OmegaConf.select(config, override.key_or_group)
+    value = _or_null(override, section)
+    is_section = isinstance(value, Mapping)
     if "." not in key and OmegaConf.is_dict(section) and not is_section:
         first = next(iter(section), "KEY")
         raise RequestError(str(override.input_line), "is a section of keys", f"{key}.{first}=... would work")
     OmegaConf.update(config, key, value, merge=is_section and OmegaConf.is_dict(section), force_add=optional)
 
 
-def _touched(content: Mapping[str, Any], overrides: Sequence[Override]) -> DictConfig:
-    """The sections of a config that overrides change, in which they are set; all of it where values name others."""
-    named = "${" in str(content) or any("${" in str(override.input_line) for override in overrides)
-    heads = content if named else {_head(override.key_or_group) for override in overrides}
-    config = OmegaConf.create({head: section for head, section in content.items() if head in heads})
-    OmegaConf.set_struct(config, True)
-    return config
+@dataclass(frozen=True)
+class _Composed:
+    """The config with some choices of groups, in which a point's other overrides are set."""
+
+    pickled: bytes
+    names_others: bool
+    """Whether some of its values name others, in ${}."""
+
+    def content(self) -> dict[str, Any]:
+        """A copy of it."""
+        return pickle.loads(self.pickled)
+
+    def set_plainly(self, overrides: Sequence[Override]) -> dict[str, Any] | None:
+        """The config with overrides that put one plain value in the place of another, as nearly all do: OmegaConf takes
+        ten times as long. None if one of them is another kind, which OmegaConf alone knows the meaning of.
+        """
+        content = self.content()
+        plain = not self.names_others and all(_set_plainly(content, override) for override in overrides)
+        return content if plain else None
+
+    def set_by_hydra(self, overrides: Sequence[Override]) -> DictConfig:
+        """The sections that overrides change, in which they are set; all of it where values name others."""
+        content = self.content()
+        named = self.names_others or any("${" in str(override.input_line) for override in overrides)
+        heads = content if named else {_head(override.key_or_group) for override in overrides}
+        config = OmegaConf.create({head: section for head, section in content.items() if head in heads})
+        OmegaConf.set_struct(config, True)
+        for override in overrides:
+            group, _, key = override.key_or_group.partition(".")
+            _set(config, override, optional=group in SECTIONS and has_key(SECTIONS[group], key))
+        return config
+
+
+def _set_plainly(content: dict[str, Any], override: Override) -> bool:
+    """Set a plain value in the place of one, if that is what an override says; returns whether it is."""
+    *parents, last = override.key_or_group.split(".")
+    section: Any = content
+    for name in parents:
+        section = section.get(name) if isinstance(section, dict) else None
+    text, value = str(override.input_line), override.value()
+    known = isinstance(section, dict) and last in section and not isinstance(section[last], dict)
+    plain = value is None or isinstance(value, str | int | float)
+    if not known or not plain or override.is_sweep_override() or any(sign in text for sign in SIGNS):
+        return False
+    section[last] = _or_null(override, section[last])
+    return True
+
+
+SIGNS = ("$", "\\", "???")
+"""What OmegaConf has a meaning of its own for in a value."""
 
 
 @lru_cache(maxsize=256)
-def _composed(choices: tuple[str, ...]) -> bytes:
+def _composed(choices: tuple[str, ...], method: Path | None) -> _Composed:
+    """The config with these choices of groups, and with a method's own file."""
+    content = pickle.loads(_of_groups(choices)) | ({"method": yaml_of(method)} if method else {})
+    return _Composed(pickle.dumps(content), "${" in str(content))
+
+
+@lru_cache(maxsize=256)
+def _of_groups(choices: tuple[str, ...]) -> bytes:
     """The config with these choices of groups, pickled. Kept, because composing it takes long."""
     # Folders beside the suite's are searched last.
     content = suite_config(dict(each.split("=", 1) for each in choices if not each.startswith("hydra.searchpath=")))

@@ -153,8 +153,7 @@ def find_regions(plan: Plan, problem: Problem, rank: int) -> None:
 
 def works_of(op: Gathered, problem: Problem) -> tuple[list[Work], np.ndarray]:
     """The different works of a Gathered block, and which of them each rank has: (ranks,)."""
-    brought = tuple((chunk.place, relays(chunk)) for chunk in op.brought)
-    of_both = _works(casts_of(op, problem), op.rank_own.place, brought, problem.n, problem.layout.head_parallel)
+    of_both = _works(casts_of(op, problem), op.rank_own.place, _brought(op), problem.n, problem.layout.head_parallel)
     return [work[not op.forward] for work in of_both[0]], of_both[1]
 
 
@@ -176,11 +175,31 @@ def is_one_call(work: Work) -> bool:
 
 def rows_read(op: Gathered, problem: Problem, ranks: np.ndarray) -> np.ndarray:
     """How many rows that were brought a Gathered block reads on each of the ranks, or of its own keys: (ranks,)."""
-    degree, of_casts = problem.layout.head_parallel, casts_of(op, problem)
-    holders, rows = op.rank_own.owner(ranks) // degree, np.zeros(ranks.size, np.int64)
-    for chunk in op.brought:
-        rows += of_casts.counts_for(relays(chunk))[holders, chunk.owner(ranks) // degree]
+    degree = problem.layout.head_parallel
+    rows = _rows_read(casts_of(op, problem), op.rank_own.place, _brought(op), problem.n, degree)
+    return rows[ranks // degree]
+
+
+@lru_cache(maxsize=64)  # kernels, folds and memory have the same, and variants with fewer or more slices
+def _rows_read(
+    found: Casts | QueryCasts, own: Place, brought: tuple[tuple[Place, int], ...], n: int, degree: int
+) -> np.ndarray:
+    """`rows_read` of the ranks that have the first heads of a chunk, as those that split its heads do: (chunks,)."""
+    firsts, members = np.arange(0, n, degree), dict[tuple[Group | Grid, int], list[int]]()
+    for place, relayed in brought:
+        members.setdefault((place.home, relayed), []).append(place.index)
+    holders, rows = own.home.member(firsts, own.index) // degree, np.zeros(firsts.size, np.int64)
+    for (home, relayed), shifts in members.items():
+        counts = found.counts_for(relayed)
+        for start in range(0, len(shifts), MEMBERS_AT_ONCE):
+            each = np.array(shifts[start : start + MEMBERS_AT_ONCE])[:, None]
+            rows += counts[holders, home.member(firsts, each) // degree].sum(axis=0)
     return rows
+
+
+def _brought(op: Gathered) -> tuple[tuple[Place, int], ...]:
+    """What a Gathered block reads of others or of its own keys: where it lies, and for how many it is relayed."""
+    return tuple((chunk.place, relays(chunk)) for chunk in op.brought)
 
 
 def _chunks(op: Gathered, problem: Problem, rank: int) -> Gathering:

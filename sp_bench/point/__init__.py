@@ -29,6 +29,9 @@ from sp_bench.workload import workload_named
 
 __all__ = ["NotWritten", "Outcome", "Request", "resolve", "run_points", "work_of"]
 
+REFUSED = ("oom", "unsupported")
+"""The statuses of a simulated point that would be the same again: the point's values and the code decide them alone."""
+
 
 def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     """The request of a composed config (request.resolve), with seqlen=max and train.data_parallel=auto worked out.
@@ -86,9 +89,9 @@ def run_points(
 
     Consecutive measured points of one problem share a pool of ranks and are timed in turn. Simulated points run in
     `at_once` forked processes, in this one if that is 1. With `reuse`, a point with a
-    record in `folder` whose status is ok is not run again. A point that fails is an outcome, not an error. A point that
-    was refused is given as its record, which is written first. Only `finished` gets the samples and traces of a point:
-    those of a whole sweep would fill the memory.
+    record in `folder` whose status is ok is not run again, nor a simulated one that was refused: it would be again. A
+    point that fails is an outcome, not an error. A point that was refused is given as its record, which is written
+    first. Only `finished` gets the samples and traces of a point: those of a whole sweep would fill the memory.
     Raises NotWritten if records can't be written, or `finished` raises OSError.
     """
     outcomes: dict[str, Outcome] = {}
@@ -185,8 +188,11 @@ def _simulate(request: Request) -> Outcome:
 
 def _failed(request: Request, error: Exception) -> Outcome:
     """The outcome of a point that raised: oom, unsupported or failed."""
-    if isinstance(error, DeviceMemoryError | MemoryError):
-        return Outcome(request.record("oom", str(error) or "this machine's memory is too small for the point"))
+    if isinstance(error, MemoryError):
+        status = "failed" if request.mode == "simulate" else "oom"
+        return Outcome(request.record(status, str(error) or "this machine's memory is too small for the point"))
+    if isinstance(error, DeviceMemoryError):
+        return Outcome(request.record("oom", str(error)))
     if isinstance(error, RequestError):
         return Outcome(request.record("unsupported", str(error)))
     return Outcome(request.record("failed", f"{type(error).__name__}: {error}"))
@@ -207,7 +213,8 @@ def _kept(folder: Path, request: Request) -> Record | None:
     except ValueError:
         return None
     wants_trace = request.mode == "simulate" and request.trace and not path.with_suffix(".trace.json").exists()
-    if record.status != "ok" or wants_trace:
+    is_refused = request.mode == "simulate" and record.status in REFUSED
+    if not is_refused and (record.status != "ok" or wants_trace):
         return None
     asked = [note for note in request.notes if is_note(note)]
     return replace(record, notes=[*asked, *(note for note in record.notes or () if not is_note(note))] or None)

@@ -117,6 +117,7 @@ def gpu_environment(environment: Mapping[str, str] = os.environ) -> dict[str, st
     }  # fmt: skip
 
 
+@cache
 def version(package: str) -> str | None:
     """The version of a package; None if it is not installed."""
     try:

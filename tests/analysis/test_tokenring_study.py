@@ -10,7 +10,7 @@ import pytest
 from sp_bench.analysis import notebooks
 from sp_bench.analysis.number import record_source
 from sp_bench.analysis.plans import busy_links, choice_of, lanes_together, step_ends_ms
-from sp_bench.analysis.runs import Runs, record_of
+from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.studies import tokenring
 from sp_bench.analysis.studies.tokenring.profile import TESTBED
 from sp_bench.analysis.studies.tokenring.transformer import PLACES
@@ -122,4 +122,4 @@ def test_a_source_names_what_was_changed_of_a_cluster(runs: Runs) -> None:
     record = runs.one(**asked, cluster__gpus_per_node=16, cluster__inter__bytes_per_s=1e9)
     command = record_source(record).text
     assert "cluster=ascend_oam cluster.gpus_per_node=16 cluster.inter.bytes_per_s=1000000000.0" in command
-    assert record_of(tuple(command.split()[3:]), runs.folder).run_id == record.run_id
+    assert runs.ask([tuple(command.split()[3:])])[0].run_id == record.run_id

@@ -47,11 +47,42 @@ def test_other_files_and_groups_are_left_to_hydra() -> None:
 
 
 def test_a_point_of_the_suites_files_needs_no_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
-    module._composed.cache_clear()
+    module._of_groups.cache_clear()
     monkeypatch.setattr(module, "compose", lambda *_, **__: pytest.fail("Hydra composed"))
     with Composer() as composer:
         assert composer.compose(["method=ring", "cluster=b200", "gpus=16"])["gpus"] == 16
-    module._composed.cache_clear()
+    module._of_groups.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "gpus=64 seqlen=256k causal=false method.tile=null method.fuse=true",
+        "gpus=1e3 seed=007 dtype='float32' wire_dtype=none baseline=none kv_heads=null",
+        "cluster.name=mine cluster.device.memory_bytes=8e10 cluster.inter.bytes_per_s=inf timeout_s=.5",
+        "method=mesh method.tile=[4,16] stragglers.ranks={3:1.5} mask=window",
+        "cluster=shaped cluster.hosts.link_bytes_per_s=1e6 cluster.hosts.ranks=2 results_dir=a/b:c notes='x y'",
+        "gpus=${batch} batch=3",
+        "results_dir='a\\${b}' seed=1",
+        "gpus=many",
+        "cluster.hosts.nothing=1",
+        "cluster.hosts=null",
+        "cluster.intra=3",
+        "method.nothing=3",
+        "cluster.device=b200",
+    ],
+)
+def test_values_are_set_as_by_omegaconf(overrides: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> str:
+        with Composer() as composer:
+            try:
+                return json.dumps(composer.compose(overrides.split()))
+            except RequestError as error:
+                return str(error)
+
+    ours = found()
+    monkeypatch.setattr(module._Composed, "set_plainly", lambda *_: None)
+    assert ours == found()
 
 
 def test_a_value_may_be_that_of_another_key() -> None:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -24,11 +24,12 @@ from sp_bench.measure.result import RankResult
 from sp_bench.measure.samples import ALL_PHASES, COMPUTE_ONLY, CORE_WINDOW, CORES, STEP, Row, Samples
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.point import Request, masks, resolve, run_points
 from sp_bench.point import choose as choosing
-from sp_bench.point import masks, resolve, run_points
 from sp_bench.point.choose import DeviceMemoryError, choose
 from sp_bench.point.measured_record import _ran_on, outcome_of
 from sp_bench.point.simulated import simulate_point
+from sp_bench.point.simulations import simulation_of
 from sp_bench.point.timed import cores
 from sp_bench.records import identity
 from sp_bench.records.quantities import Breakdown, Setup
@@ -180,6 +181,30 @@ def test_an_error_in_one_point_is_its_row(tmp_path: Path, monkeypatch: pytest.Mo
     assert [outcome.record.status for outcome in outcomes] == ["ok", "failed"]
     assert outcomes[1].record.error == "ZeroDivisionError: division by zero"
     assert len(records.read_all(tmp_path)) == 2
+
+
+def test_a_simulated_point_that_was_refused_is_not_simulated_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_small = point("gpus=8", "seqlen=64k", "method=ring", "cluster.device.memory_bytes=1000")
+    too_large = point("gpus=3072", "seqlen=6M", "method=zigzag", "method.layout=zigzag")
+    short_of_memory = point("gpus=4", "seqlen=8k", "method=ring")
+    asked = [too_small, too_large, short_of_memory]
+    simulated = list[str]()
+
+    def ours(request: Request) -> Any:
+        simulated.append(request.run_id)
+        if request is short_of_memory:
+            raise MemoryError
+        return simulation_of(request)
+
+    monkeypatch.setattr("sp_bench.point.simulation_of", ours)
+    first = run_points(asked, folder=tmp_path, reuse=True)
+    assert [outcome.record.status for outcome in first] == ["oom", "unsupported", "failed"]
+    again = run_points(asked, folder=tmp_path, reuse=True)
+    assert [outcome.reused for outcome in again] == [True, True, False], "another time there may be more memory"
+    assert [outcome.record.error for outcome in again] == [outcome.record.error for outcome in first]
+    assert simulated == [request.run_id for request in (*asked, short_of_memory)]
 
 
 def test_a_record_tells_the_variant_and_the_busiest_rank(tmp_path: Path) -> None:
