@@ -29,8 +29,9 @@ from sp_bench.plan.groups import is_shared
 from sp_bench.plan.mask import WHOLE
 from sp_bench.plan.ops import AllToAll, Plan, RowCollective
 from sp_bench.plan.transfers import peers
-from sp_bench.point.choose import simulated
+from sp_bench.point.choose import TooSlowError, simulated
 from sp_bench.point.request import Request
+from sp_bench.point.variant_bounds import by_bound
 from sp_bench.point.variants import FUSED, Choice
 from sp_bench.reading import read
 from sp_bench.records.identity import digest
@@ -260,13 +261,29 @@ def _with_implementation(cluster: Cluster, choice: Choice, row: Backing) -> Vali
     other_cluster = replace(cluster, device=cluster.device.used_by(measured))
     whole = measured.sends_whole_chunks and not choice.problem.mask.sends_unseen  # of other masks all chunks are
     as_theirs = replace(choice, problem=replace(choice.problem, whole_chunks=whole))
-    theirs = simulated(as_theirs, other_cluster, nearly_alike=True)
+    limit_s = (1 + TELLING) * max(choice.total_s, choice.nearly_s)
+    try:
+        theirs = _simulated_within(as_theirs, other_cluster, limit_s)
+    except TooSlowError as error:
+        return Validation(row.kind, None, f"{why}, which takes at least {1e3 * error.least_s:.4g} ms")
     same = all(theirs.runs[phase].graph.exact == run.graph.exact for phase, run in choice.runs.items())
     step_s, ours_s = theirs.total_s, choice.total_s if same else choice.nearly_s
     apart = abs(step_s / ours_s - 1)
     if apart > TELLING:
         return Validation(row.kind, None, f"{why}, which is simulated to take {1e3 * step_s:.4g} ms")
     return Validation(row.kind, row, apart=apart)
+
+
+def _simulated_within(choice: Choice, cluster: Cluster, most_s: float) -> Choice:
+    """The choice with the simulation of its plans on a cluster. Raises TooSlowError as soon as a lower bound, or its
+    first phase, shows that it takes longer than `most_s`.
+    """
+    ((bounds_s, _),) = by_bound(
+        cluster, [(choice.method, choice.problem, choice.plans)], [], estimates=True, most_s=most_s
+    )
+    if (least_s := sum(bounds_s.values())) > most_s:
+        raise TooSlowError(least_s)
+    return simulated(choice, cluster, bounds_s, most_s, nearly_alike=True)
 
 
 @cache

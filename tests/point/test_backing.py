@@ -95,10 +95,14 @@ OTHER = (
 )
 """Points of a kind that was measured, on a cluster whose figures are not those of any that was."""
 OTHER_CODE = (
-    ("method=ring gpus=8 implementation=ours", "are of implementation=published, which is simulated to take "),
+    ("method=ring gpus=8 implementation=ours", "are of implementation=published, which takes at least "),
+    (
+        "method=all_gather gpus=64 seqlen=1M implementation=ours",
+        "implementation=published, which is simulated to take ",
+    ),
     ("method=ring gpus=8 implementation.host_s_per_block=1.0e-3", "are of implementation=published"),
     ("method=ring gpus=8 kernel=flash_attn", "whose figures are others"),
-    ("method=ring gpus=8 mask=document data=long implementation=ours", "are of implementation=published, which is"),
+    ("method=ring gpus=8 mask=document data=long implementation=ours", "are of implementation=published, which takes"),
     ("method=all_gather method.fuse=true gpus=8 seqlen=64k implementation=ours", "have no fused blocks"),
 )
 """Points of a kind that was measured, of code that nobody has measured, and what their record says."""
@@ -199,6 +203,17 @@ def test_only_their_code_is_simulated_beside_ours(overrides: str, monkeypatch: p
     monkeypatch.setattr(backings, "simulated", counted)
     backings.validated(request, choice)
     assert clusters == ["published"]
+
+
+def test_their_code_is_not_simulated_where_a_bound_shows_that_it_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = point(*(key for key in H100 if "implementation" not in key), "method=ring", "gpus=8")
+    choice = choose(request)
+    as_theirs = choose(point(*H100, "method=ring", "gpus=8", f"method.layout={choice.problem.layout.name}"))
+    monkeypatch.setattr(backings, "simulated", lambda *_, **__: pytest.fail("simulated"))
+    why = backings.validated(request, choice).why_not
+    assert "of implementation=published, which takes at least " in why
+    least_ms = float(why.split()[-2])
+    assert 1e3 * choice.total_s * (1 + TELLING) < least_ms <= 1.001 * 1e3 * as_theirs.total_s
 
 
 def assert_not_validated(record: Record) -> None:
