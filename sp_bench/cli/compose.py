@@ -120,17 +120,11 @@ class Composer(ExitStack):
         others = [override for override in parsed if override not in of_hydra]
         try:
             found = _composed((*shared, *self._search), method if by_itself else None)
-            content = found.set_plainly(others)
-            config = None if content else found.set_by_hydra(others)
+            resolved = found.set_plainly(others)
+            if resolved is None:
+                resolved = found.content() | _resolved(found.set_by_hydra(others), overrides)
         except (HydraException, OmegaConfBaseException) as error:
             raise self._explained(overrides, error) from None
-        try:
-            resolved = content or found.content() | {
-                str(key): value for key, value in OmegaConf.to_container(config, resolve=True).items()
-            }
-        except OmegaConfBaseException as error:
-            what = str(error).splitlines()[0]
-            raise RequestError(" ".join(overrides), what, "a plain value would work") from None
         on_this_machine = resolved["cluster"].get("this_machine") is True
         if workload := WORKLOADS.get(str(resolved["workload"])):
             resolved |= workload.filled(resolved, here=on_this_machine)
@@ -341,6 +335,16 @@ class _Composed:
         return config
 
 
+def _resolved(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
+    """The content of a config, in which values that name others are theirs. Raises RequestError where they can't be."""
+    try:
+        content = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise RequestError(" ".join(overrides), str(error).splitlines()[0], "a plain value would work") from None
+    assert isinstance(content, dict)
+    return {str(key): value for key, value in content.items()}
+
+
 def _set_plainly(content: dict[str, Any], override: Override) -> bool:
     """Set a plain value in the place of one, if that is what an override says; returns whether it is."""
     *parents, last = override.key_or_group.split(".")
@@ -357,7 +361,7 @@ def _set_plainly(content: dict[str, Any], override: Override) -> bool:
 
 
 SIGNS = ("$", "\\", "???")
-"""What OmegaConf has a meaning of its own for in a value."""
+"""Signs that OmegaConf has a meaning of its own for."""
 
 
 @lru_cache(maxsize=256)

@@ -198,7 +198,7 @@ def _rows_read(
 
 
 def _brought(op: Gathered) -> tuple[tuple[Place, int], ...]:
-    """What a Gathered block reads of others or of its own keys: where it lies, and for how many it is relayed."""
+    """The chunks that a Gathered block reads rows of: where each lies, and for how many ranks it is relayed."""
     return tuple((chunk.place, relays(chunk)) for chunk in op.brought)
 
 

@@ -15,6 +15,7 @@ from sp_bench.analysis.section import Section, section
 from sp_bench.analysis.studies.documents import places
 from sp_bench.analysis.studies.documents.places import TOKENS, asked
 from sp_bench.analysis.table import Cell
+from sp_bench.cli.compose import Composer
 from sp_bench.methods import build
 from sp_bench.methods.ulysses import LANE
 from sp_bench.plan.problem import Problem
@@ -101,7 +102,8 @@ def _with_key_heads(gpus: int, kv_heads: int, **keys: Any) -> Point:
 
 def _problem(gpus: int, degree: int) -> Problem:
     """The pack as group_cast assigns it, with so many ranks to split heads."""
-    request = request_of(asked(DATA, gpus, "group_cast", ulysses=degree))
+    with Composer() as composer:
+        request = request_of(asked(DATA, gpus, "group_cast", ulysses=degree), composer)
     assert isinstance(request, Request)
     method = build("group_cast", {"ulysses": degree, "stages": 1})
     return method.assigned(replace(request.problem, layout=method.layout_of(request.problem.mask, gpus)))
