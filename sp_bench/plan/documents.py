@@ -367,7 +367,7 @@ class Packed(OfLengths):
         return AssignedLayout(name, 1, TokenAssignment(self, name))
 
 
-@lru_cache(maxsize=256)  # points of a sweep, and the methods of advice, have the same few packs
+@lru_cache(maxsize=8)  # points of a sweep, and the methods of advice, have the same few packs, which are large
 def _balanced(pack: Packed, n: int, among: tuple[str, ...]) -> str:
     """The name of the layout that `auto` stands for (Packed.layout)."""
     layouts = {each: pack.layout(each) for each in among}
