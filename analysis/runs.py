@@ -156,7 +156,7 @@ class Runs:
         if left := [p for p in todo if p not in self._known]:
             with Composer() as composer:
                 for one in simulated:
-                    if one in left:
+                    if one not in self._known:
                         self._keep(one, record_of(one, self.folder, composer))
                 self._measure([p for p in left if is_measured(p)], composer)
         return [self._known[p] for p in points]

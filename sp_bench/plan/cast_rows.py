@@ -104,18 +104,22 @@ def rows_owned(op: RowCollective, problem: Problem, rank):
 def most_rows(op: RowCollective, problem: Problem, *, sent: bool) -> int:
     """How many rows the rank with most of them sends, or receives."""
     held, own = sent == isinstance(op, GroupReduce), op.own.place
-    return _most_rows(casts_of(op, problem), own, op.members, problem.n, problem.layout.head_parallel, held)
+    rows = _rows_of_all(casts_of(op, problem), own, op.members, problem.n, problem.layout.head_parallel, held)
+    return int(rows.max())
 
 
-@lru_cache(maxsize=1024)  # casts and reductions of both phases have the same
-def _most_rows(found: Casts | QueryCasts, own: Place, members: tuple[int, ...], n: int, degree: int, held: bool) -> int:
+@lru_cache(maxsize=1024)  # casts and reductions of both phases have the same, and blocks that read what came
+def _rows_of_all(
+    found: Casts | QueryCasts, own: Place, members: tuple[int, ...], n: int, degree: int, held: bool
+) -> np.ndarray:
+    """How many rows of all members each rank holds, or how many of its own they have, all together: (n,)."""
     # Rows that a rank holds are those of each member; those that it owns, each member's whose #u it is.
     ranks, op, rows = np.arange(n), GroupCast("", Chunk(KV, own.index, own.home), members, _ANY), np.zeros(n, int)
     for start in range(0, len(members), MEMBERS_AT_ONCE):
         each = _each(members[start : start + MEMBERS_AT_ONCE], ranks)
         holders = ranks if held else op.group.member(ranks, -op.shift(each))
         rows += _rows(found, op.own, each, degree, holders).sum(axis=0)
-    return int(rows.max())
+    return rows
 
 
 MEMBERS_AT_ONCE = 512
@@ -153,7 +157,8 @@ def find_regions(plan: Plan, problem: Problem, rank: int) -> None:
 
 def works_of(op: Gathered, problem: Problem) -> tuple[list[Work], np.ndarray]:
     """The different works of a Gathered block, and which of them each rank has: (ranks,)."""
-    of_both = _works(casts_of(op, problem), op.rank_own.place, _brought(op), problem.n, problem.layout.head_parallel)
+    brought = tuple((chunk.place, relays(chunk)) for chunk in op.brought)
+    of_both = _works(casts_of(op, problem), op.rank_own.place, brought, problem.n, problem.layout.head_parallel)
     return [work[not op.forward] for work in of_both[0]], of_both[1]
 
 
@@ -175,31 +180,8 @@ def is_one_call(work: Work) -> bool:
 
 def rows_read(op: Gathered, problem: Problem, ranks: np.ndarray) -> np.ndarray:
     """How many rows that were brought a Gathered block reads on each of the ranks, or of its own keys: (ranks,)."""
-    degree = problem.layout.head_parallel
-    rows = _rows_read(casts_of(op, problem), op.rank_own.place, _brought(op), problem.n, degree)
-    return rows[ranks // degree]
-
-
-@lru_cache(maxsize=64)  # kernels, folds and memory have the same, and variants with fewer or more slices
-def _rows_read(
-    found: Casts | QueryCasts, own: Place, brought: tuple[tuple[Place, int], ...], n: int, degree: int
-) -> np.ndarray:
-    """`rows_read` of the ranks that have the first heads of a chunk, as those that split its heads do: (chunks,)."""
-    firsts, members = np.arange(0, n, degree), dict[tuple[Group | Grid, int], list[int]]()
-    for place, relayed in brought:
-        members.setdefault((place.home, relayed), []).append(place.index)
-    holders, rows = own.home.member(firsts, own.index) // degree, np.zeros(firsts.size, np.int64)
-    for (home, relayed), shifts in members.items():
-        counts = found.counts_for(relayed)
-        for start in range(0, len(shifts), MEMBERS_AT_ONCE):
-            each = np.array(shifts[start : start + MEMBERS_AT_ONCE])[:, None]
-            rows += counts[holders, home.member(firsts, each) // degree].sum(axis=0)
-    return rows
-
-
-def _brought(op: Gathered) -> tuple[tuple[Place, int], ...]:
-    """The chunks that a Gathered block reads rows of: where each lies, and for how many ranks it is relayed."""
-    return tuple((chunk.place, relays(chunk)) for chunk in op.brought)
+    own, members = Place(op.brought[0].home, 0), tuple(chunk.index for chunk in op.brought)
+    return _rows_of_all(casts_of(op, problem), own, members, problem.n, problem.layout.head_parallel, True)[ranks]
 
 
 def _chunks(op: Gathered, problem: Problem, rank: int) -> Gathering:

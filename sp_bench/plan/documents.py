@@ -358,24 +358,19 @@ class Packed(OfLengths):
         It leaves no rank without a token where another layout gives all of them some.
         Raises RequestError for an unknown name; its message has the nearest one.
         """
+        among = [*(among or (*LAYOUTS, *FOR_ANY))]
         if name == "auto":
-            name = _balanced(self, n, (*(among or (*LAYOUTS, *FOR_ANY)),))
+            layouts = {each: self.layout(each) for each in among}
+            among = [each for each, it in layouts.items() if it.gives_all_work(n, self.seqlen)] or among
+            blocks_of = {each: self.blocks(layouts[each], n, self.seqlen) for each in among}
+            enough = max(EVEN_ENOUGH, min(blocks.imbalance for blocks in blocks_of.values()))
+            even = [each for each in among if blocks_of[each].imbalance <= enough]
+            name = min(even, key=lambda each: blocks_of[each].remote_tokens)
         if name in LAYOUTS:
             return LAYOUTS[name]
         if name not in ASSIGNMENTS:
             raise unknown("method.layout", name, [*LAYOUTS, *ASSIGNMENTS, "auto"])
         return AssignedLayout(name, 1, TokenAssignment(self, name))
-
-
-@lru_cache(maxsize=8)  # points of a sweep, and the methods of advice, have the same few packs, which are large
-def _balanced(pack: Packed, n: int, among: tuple[str, ...]) -> str:
-    """The name of the layout that `auto` stands for (Packed.layout)."""
-    layouts = {each: pack.layout(each) for each in among}
-    among = tuple(each for each, it in layouts.items() if it.gives_all_work(n, pack.seqlen)) or among
-    blocks_of = {each: pack.blocks(layouts[each], n, pack.seqlen) for each in among}
-    enough = max(EVEN_ENOUGH, min(blocks.imbalance for blocks in blocks_of.values()))
-    even = [each for each in among if blocks_of[each].imbalance <= enough]
-    return min(even, key=lambda each: blocks_of[each].remote_tokens)
 
 
 class Documents(Packed):
