@@ -30,6 +30,7 @@ from sp_bench.plan import (
     AttendBackward,
     Chunk,
     CostProfile,
+    Grid,
     Group,
     Op,
     Plan,
@@ -53,6 +54,11 @@ class BurstAttention(DoubleRing):
     def tile_shape(self, n: int) -> tuple[int, int] | None:
         """None: a rank computes a row of the assignment matrix forward, and a column backward."""
         return None
+
+    def homes(self, problem: Problem, phase: str) -> tuple[Group | Grid, Group | Grid]:
+        """A row of the assignment matrix forward, a column backward."""
+        own, everyone = super().homes(problem, phase)
+        return (own, everyone) if phase == "forward" else (everyone, own)
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Round r, step s computes with the Q and dO of the rank that is r inner rings and s positions behind."""

@@ -100,6 +100,10 @@ class MeshAttention(Method):
         assert not isinstance(self.tile, str), "a caller picks one of the candidates first"
         return self.tile
 
+    def homes(self, problem: Problem, phase: str) -> tuple[Group | Grid, Group | Grid]:
+        """The Q group and the KV group."""
+        return self._groups(problem)
+
     def symbols(self, problem: Problem) -> Mapping[str, float]:
         """The values of a and b."""
         a, b = self.tile_shape(problem.n)

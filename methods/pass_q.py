@@ -27,6 +27,7 @@ from sp_bench.plan import (
     AttendBackward,
     Chunk,
     CostProfile,
+    Grid,
     Group,
     Join,
     Method,
@@ -73,6 +74,10 @@ class PassQ(Method):
     def tile_shape(self, n: int) -> tuple[int, int]:
         """(n, 1): a rank computes a column of the assignment matrix."""
         return (n, 1)
+
+    def homes(self, problem: Problem, phase: str) -> tuple[Group | Grid, Group | Grid]:
+        """All ranks' queries, and its own keys."""
+        return Group(1, problem.n), Group(1, 1)
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Step s computes with Q#s while Q#(s+1) arrives. At the end every O#s goes to its owner."""

@@ -93,6 +93,10 @@ class StarTrail(Sized, CollectiveMethod):
         """The team size C, in words."""
         return f"C={self.size}"
 
+    def homes(self, problem: Problem, phase: str) -> tuple[Group | Grid, Group | Grid]:
+        """The team, and the ranks whose KV comes along the sub-rings."""
+        return Group(1, self.size), self._in_orbit(KV, problem).home
+
     def symbols(self, problem: Problem) -> Mapping[str, float]:
         """The value of C."""
         return {"C": self.size}

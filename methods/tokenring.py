@@ -40,6 +40,7 @@ from sp_bench.plan import (
     AttendBackward,
     Chunk,
     CostProfile,
+    Grid,
     Group,
     Method,
     O,
@@ -113,6 +114,10 @@ class TokenRing(Method):
                 unfolded = [fold]
         steps.do(*unfolded)
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
+
+    def homes(self, problem: Problem, phase: str) -> tuple[Group | Grid, Group | Grid]:
+        """The queries of its node, and the keys of the ranks with its position in every node."""
+        return self._groups(problem)
 
     def variant(self, n: int) -> str:
         """The number of nodes if more than one, and `untrimmed` if `trim` is off."""

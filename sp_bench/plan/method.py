@@ -15,6 +15,7 @@ from sp_bench.plan.assignments import ASSIGNMENTS, FOR_ANY
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.documents import Packed
 from sp_bench.plan.fuse import fuse
+from sp_bench.plan.groups import Grid, Group
 from sp_bench.plan.layout import LAYOUTS, Layout
 from sp_bench.plan.mask import Mask
 from sp_bench.plan.ops import Plan
@@ -137,6 +138,13 @@ class Method(ABC):
     def tile_shape(self, n: int) -> tuple[int, int] | None:
         """The sides (a, b) of the tile of the assignment matrix that a rank computes; None if it is no tile."""
         return None
+
+    def homes(self, problem: Problem, phase: str) -> tuple[Group | Grid, Group | Grid]:
+        """The ranks whose queries, and those whose keys, a rank computes, every pair of them, where blocks are pairs: a
+        row of the assignment matrix if the method doesn't say otherwise.
+        """
+        u = problem.layout.head_parallel
+        return Group(u, 1), Group(u, problem.n // u)
 
     def variant(self, n: int) -> str:
         """The difference to the method's other variants, in a few words; empty if there are no others."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.device import DeviceCosts
+from sp_bench.plan.groups import Grid, Group
 from sp_bench.plan.method import Method
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import Problem
@@ -15,58 +16,78 @@ from sp_bench.plan.tensors import DKV, DQ, O, Tensor
 
 SUMMED = {"forward": (O,), "backward": (DQ, DKV)}
 """The tensors that each block of a phase adds to."""
+MOST_LOOKED_AT = 256
+"""Ranks of which what they compute is part of a bound: the busiest of them is hardly less busy than that of all."""
+PAIRS_AT_ONCE = 2**20
+"""So many pairs of chunks are looked at together: of 4096 ranks there are 16 million."""
+
+
+def looked_at(cluster: Cluster, n: int) -> range:
+    """The ranks that a bound looks at: all where they share cores, MOST_LOOKED_AT at most elsewhere."""
+    some = n if cluster.shared_cores(n) else min(n, MOST_LOOKED_AT)
+    return range(0, n, -(-n // some) | 1)  # of a tile not always the same columns
 
 
 def blocks_s(method: Method, problem: Problem, phase: str, cluster: Cluster) -> float:
     """A lower bound on the time of a phase by the kernel calls of its blocks and by the folds of their results, for the
     assigned problem: nothing is planned. 0.0 where what a block takes depends on the plan.
 
-    Where every pair of chunks is a block of its own, the busiest rank computes at least the mean of all ranks. A rank
-    folds each block's results but for the first one of a chunk, which may be kept as it is; and what partial sums of
-    other ranks it gets. Nor does it take less time than the host to launch the calls.
+    Where every pair of chunks is a block of its own, a rank computes those of its homes (Method.homes). It folds each
+    block's results but for the first one of a chunk, which may be kept as it is; and what partial sums of other ranks
+    it gets. Nor does it take less time than the host to launch the calls.
     """
     device = cluster.device
     of_plan = problem.decodes or isinstance(problem.blocks, PackBlocks) or device.implementation.repeats_keys
     if not method.blocks_are_pairs or of_plan or cluster.stragglers.jitter:
         return 0.0
+    # Without a tile, some ranks may get fewer partial sums than others: what all get in the mean bounds the mean.
+    in_mean = method.folds_arrivals and not method.tile_shape(problem.n)
+    ranks = range(problem.n) if in_mean else looked_at(cluster, problem.n)
     kernels_s = device.block_s(problem, phase)
-    computed = _computed(problem) * (kernels_s > 0)
-    mean_s = float(computed @ kernels_s)
+    computed = _computed(problem, method.homes(problem, phase), ranks) * (kernels_s > 0)
+    if in_mean:
+        computed = computed.mean(axis=0, keepdims=True)
+    each_s = computed @ kernels_s
     if not device.implementation.joins_blocks:
-        if method.folds_arrivals:
-            mean_s += sum(_folds_s(method, problem, phase, device, computed, tensor) for tensor in SUMMED[phase])
-        mean_s = max(mean_s, float(computed.sum()) * device.implementation.host_s_per_block)
-    return cluster.least_compute_s(np.full(problem.n, mean_s))
+        each_s += sum(_folds_s(method, problem, phase, device, computed, tensor) for tensor in SUMMED[phase])
+        each_s = np.maximum(each_s, computed.sum(axis=1) * device.implementation.host_s_per_block)
+    return cluster.least_compute_s(np.full(problem.n, each_s[0]) if in_mean else each_s)
 
 
-@lru_cache(maxsize=16)
-def _computed(problem: Problem) -> np.ndarray:
-    """How many blocks of each class a rank computes, in the mean: (classes,). The ranks that split a chunk's heads
-    compute it in all of its slices.
+@lru_cache(maxsize=256)
+def _computed(problem: Problem, homes: tuple[Group | Grid, Group | Grid], ranks: range) -> np.ndarray:
+    """How many blocks of each class some ranks compute: (ranks, classes). The ranks that split a chunk's heads compute
+    it in all of its slices.
     """
-    blocks, chunks = problem.blocks, np.arange(0, problem.n, problem.layout.head_parallel)
-    counts = sum(np.bincount(blocks.of(chunk, chunks), minlength=blocks.classes) for chunk in chunks)
-    return problem.head_slices * np.asarray(counts) / chunks.size
+    classes, of_queries, of_keys = problem.blocks.classes, *(np.arange(home.size) for home in homes)
+    at_once, counts = max(1, PAIRS_AT_ONCE // (of_queries.size * of_keys.size)), list[np.ndarray]()
+    for first in range(0, len(ranks), at_once):
+        some = np.array(ranks[first : first + at_once])[:, None]
+        queries, keys = homes[0].member(some, of_queries), homes[1].member(some, of_keys)
+        of = problem.blocks.of(queries[:, :, None], keys[:, None, :]) + classes * np.arange(some.size)[:, None, None]
+        counts.append(np.bincount(of.ravel(), minlength=classes * some.size).reshape(-1, classes))
+    return problem.head_slices * np.concatenate(counts)
 
 
 def _folds_s(
     method: Method, problem: Problem, phase: str, device: DeviceCosts, computed: np.ndarray, summed: Tensor
-) -> float:
-    """Seconds in which a rank folds at least, in the mean, into the chunks of one tensor.
+) -> np.ndarray:
+    """Seconds in which ranks that compute so many blocks of each class fold at least, into the chunks of one tensor:
+    (ranks,).
 
-    It has its own chunk and those whose operands come to it. With a tile these are its rows or columns: each gets a
-    result of every block there, and comes back from all ranks of its group but one; elsewhere each gets perhaps a
-    single result, which takes no fold.
+    With several blocks for each chunk, the first one's result is a fold, too, if a cheaper one; a single one takes no
+    fold. With a tile, each chunk of its rows or columns comes back from all ranks of its group but one.
     """
     tensor, tile = summed.by_heads if problem.layout.head_parallel > 1 else summed, method.tile_shape(problem.n)
-    if tile:
-        rows, columns = tile
-        held, several = (columns, rows > 1) if tensor.of_keys else (rows, columns > 1)
-        arriving = held - 1
-    else:
-        sent = method.chunks_sent(problem, phase)
-        operands = (each for each in sent if not each.is_partial and each.of_keys == tensor.of_keys)
-        held, several, arriving = 1 + sum(float(sent[each]) for each in operands), False, float(sent.get(tensor, 0))
+    queries, keys = (home.size for home in method.homes(problem, phase))
+    held, several = (keys, queries > 1) if tensor.of_keys else (queries, keys > 1)
+    arriving = 0.0
+    if method.folds_arrivals and tile:
+        arriving = tile[1 if tensor.of_keys else 0] - 1
+    elif method.folds_arrivals:
+        arriving = float(method.chunks_sent(problem, phase).get(tensor, 0))
+        # What has gone is not added to any more: it may have had a single result.
+        held, several = max(held, 1 + arriving), several and held > arriving
     parts = problem.blocks.parts(keys=tensor.of_keys)
 
     def by_class(*, first: bool) -> np.ndarray:
@@ -78,5 +99,5 @@ def _folds_s(
 
     fold_s = by_class(first=False)
     saved_s = float(np.max(fold_s - by_class(first=True) if several else fold_s))
-    here_s = max(0.0, float(computed @ fold_s) - problem.head_slices * held * saved_s)
+    here_s = np.maximum(0.0, computed @ fold_s - problem.head_slices * held * saved_s)
     return here_s + problem.head_slices * arriving * device.fold_s(problem, tensor, arriving=True)

@@ -13,7 +13,7 @@ from sp_bench.cluster import Cluster
 from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
-from sp_bench.point.block_bounds import blocks_s
+from sp_bench.point.block_bounds import blocks_s, looked_at
 from sp_bench.point.request import Request
 from sp_bench.point.variants import unplanned
 from sp_bench.simulate import least_s, relaxed_s
@@ -24,8 +24,6 @@ MANY_RANKS = 128
 """Ranks from which on simulating all of them takes longer than an estimate by those that are unlike."""
 ROUNDING = 1e-9
 """A bound that is as long as the time itself may be longer by so much of it."""
-MOST_LOOKED_AT = 256
-"""Ranks of which what they compute is part of a bound: the busiest of them is hardly less busy than that of all."""
 
 
 def by_bound(
@@ -94,10 +92,7 @@ def _computed_s(plan: Plan, problem: Problem, cluster: Cluster) -> float:
     """A lower bound on the time of a phase by what the busiest rank computes, of MOST_LOOKED_AT of them."""
     if cluster.stragglers.jitter:  # noise may make blocks faster than their figures
         return 0.0
-    n = problem.n
-    some = n if cluster.shared_cores(n) else min(n, MOST_LOOKED_AT)
-    ranks = np.arange(n)[:: -(-n // some) | 1]  # of a tile not always the same columns
-    return cluster.least_compute_s(work_s(plan, problem, cluster, ranks))
+    return cluster.least_compute_s(work_s(plan, problem, cluster, np.array(looked_at(cluster, problem.n))))
 
 
 def least_computed_s(request: Request) -> float:

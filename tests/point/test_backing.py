@@ -205,6 +205,20 @@ def test_only_their_code_is_simulated_beside_ours(overrides: str, monkeypatch: p
     assert clusters == ["published"]
 
 
+def test_of_many_ranks_their_code_is_not_simulated_where_it_may_be_much_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no interval either way: the bound is no more than what it is simulated to take."""
+    asked = ("method=all_gather", "gpus=32", "seqlen=128k")
+    request = point(*(key for key in H100 if "implementation" not in key), *asked)
+    choice = choose(request)
+    whole = backings.validated(request, choice).why_not
+    monkeypatch.setattr(backings, "MANY_RANKS", 32)
+    monkeypatch.setattr(backings, "simulated", lambda *_, **__: pytest.fail("simulated"))
+    bounded = backings.validated(request, choice).why_not
+    assert "which is simulated to take" in whole and "which may take as little as" in bounded
+    bound_ms, simulated_ms = (float(why.split()[-2]) for why in (bounded, whole))
+    assert bound_ms <= simulated_ms < (1 - backings.TELLING) * 1e3 * choice.total_s
+
+
 def test_their_code_is_not_simulated_where_a_bound_shows_that_it_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     request = point(*(key for key in H100 if "implementation" not in key), "method=ring", "gpus=8")
     choice = choose(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -42,9 +43,29 @@ def test_every_pair_of_chunks_is_a_block_of_its_own(name: str, keys: tuple[str, 
             assert 0 < bound_s <= request.cluster.least_compute_s(run.work_s) * (1 + 1e-9)
 
 
-FOLDING = [(f"method={name}",) for name in BY_BLOCKS if REGISTRY[name].folds_arrivals]
-FOLDING += [("method=mesh", "method.ulysses=auto")]
-FOLDING += [("method=mesh", "method.schedule=searched", "method.slices=auto", "gpus=8")]  # to search takes a while
+TILES = [(f"method={name}",) for name in BY_BLOCKS]
+TILES += [("method=mesh", "method.ulysses=auto"), ("method=mesh", "method.placement=[2,2]", "method.tile=[4,4]")]
+TILES += [("method=tokenring", "method.nodes=4"), ("method=tokenring", "method.nodes=4", "method.trim=false")]
+TILES += [("method=mesh", "method.schedule=searched", "method.slices=auto", "gpus=8")]  # to search takes a while
+
+
+@pytest.mark.parametrize("method", TILES, ids=" ".join)
+def test_ranks_compute_every_pair_of_their_homes(method: tuple[str, ...]) -> None:
+    """In each slice of the heads once: the plans' blocks are those of the closed form."""
+    request = point("gpus=16", *method, "seqlen=64k", "mode=simulate")
+    ranks = np.arange(request.problem.n)
+    for variant in variants(request, [request.ours]):
+        for phase, plan in variant.plans.items():
+            q, kv = (
+                home.member(ranks[:, None], np.arange(home.size))
+                for home in variant.method.homes(variant.problem, phase)
+            )
+            pairs = Counter((rank, int(a), int(b)) for rank in ranks.tolist() for a in q[rank] for b in kv[rank])
+            blocks = [op for op in plan.ops if isinstance(op, Attend | AttendBackward)]
+            computed = Counter(
+                (rank, int(op.q.owner(rank)), int(op.kv.owner(rank))) for op in blocks for rank in ranks.tolist()
+            )
+            assert computed == Counter(dict.fromkeys(pairs, variant.problem.head_slices))
 
 
 @pytest.mark.parametrize(
@@ -52,17 +73,20 @@ FOLDING += [("method=mesh", "method.schedule=searched", "method.slices=auto", "g
     [("mask=causal",), ("mask=full", "kv_heads=8"), ("mask=window", "window=[3000,0]"), ("mask=chunked", "chunk=8k")],
     ids=str,
 )
-@pytest.mark.parametrize("method", FOLDING, ids=" ".join)
-def test_the_mean_rank_folds_what_the_closed_form_says(method: tuple[str, ...], mask: tuple[str, ...]) -> None:
-    """The bound is never above the mean of what ranks compute, and near it where all chunks see all others."""
+@pytest.mark.parametrize("method", TILES, ids=" ".join)
+def test_the_busiest_rank_computes_what_the_closed_form_says(method: tuple[str, ...], mask: tuple[str, ...]) -> None:
+    """The bound is never above what the busiest rank computes, and near it where all chunks see all others and what
+    comes from other ranks is known.
+    """
     request = point("gpus=16", *method, "seqlen=64k", "mode=simulate", *mask)
     cluster, ranks = request.cluster.even, np.arange(request.problem.n)
     for variant in variants(request, [request.ours]):
         for phase, plan in variant.plans.items():
-            mean_s = work_s(plan, variant.problem, cluster, ranks).mean()
+            busiest_s = work_s(plan, variant.problem, cluster, ranks).max()
             bound_s = blocks_s(variant.method, variant.problem, phase, cluster)
-            assert bound_s <= mean_s * (1 + 1e-9)
-            assert mask[0] in ("mask=window", "mask=chunked") or bound_s >= 0.8 * mean_s
+            assert bound_s <= busiest_s * (1 + 1e-9)
+            least = 0.8 if variant.method.folds_arrivals else 0.6
+            assert mask[0] in ("mask=window", "mask=chunked") or bound_s >= least * busiest_s
 
 
 @pytest.mark.parametrize("mask", ["causal", "full"])

@@ -86,8 +86,9 @@ def test_plans_are_worked_out_as_by_events(network: str) -> None:
 
 
 def events_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of all graphs that will be solved by events."""
+    """The sizes of all graphs that will be solved by events, those of few ranks only where their flows meet."""
     sizes, solve = list[int](), simulate.solve
+    monkeypatch.setattr(simulate, "NARROW", 0)
 
     def noted(graph: TaskGraph, *args: Any, **kwargs: Any) -> Timing:
         sizes.append(graph.delay_s.size)
@@ -116,3 +117,21 @@ def test_of_startrail_only_its_collectives_have_events(monkeypatch: pytest.Monke
     events = events_of(monkeypatch)
     run = simulated("startrail", "forward", team=4)
     assert 0 < sum(events) < run.start_s.size / 2
+
+
+def test_few_ranks_are_solved_by_events_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same result as row by row, as they are solved where no machine code can be had."""
+    at_once = list[TaskGraph]()
+
+    def noted(graph: TaskGraph, *args: Any, **keys: Any) -> Timing:
+        at_once.append(graph)
+        return flows.solve(graph, *args, **keys)
+
+    monkeypatch.setattr(simulate, "solve", noted)
+    run = simulated("mesh", "backward", tile=(8, 8))
+    assert [graph.delay_s.size for graph in at_once] == [run.start_s.size]
+    monkeypatch.setattr(simulate.machine_code, "can_be_had", lambda: False)
+    del at_once[:]
+    by_rows = simulated("mesh", "backward", tile=(8, 8))
+    assert not at_once
+    np.testing.assert_allclose(run.finish_s, by_rows.finish_s, rtol=1e-12)
