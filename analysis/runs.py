@@ -29,7 +29,7 @@ from weakref import finalize
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.machine import cores_here
-from sp_bench.point import resolve, run_points
+from sp_bench.point import kept_record, resolve, run_points
 from sp_bench.point.request import Request, unsupported
 from sp_bench.records import Record, write_whole
 from sp_bench.resources import ROOT
@@ -150,6 +150,8 @@ class Runs:
         points = list(points)
         todo = [p for p in dict.fromkeys(points) if p not in self._known]
         simulated = sorted((p for p in todo if not is_measured(p)), key=_largest_first)
+        self._look_up(simulated)
+        simulated = [p for p in simulated if p not in self._known]
         workers = min(self.workers, max(len(simulated) // FEW, min(len(simulated), len(self._processes.idle))))
         if workers > 1:
             self._ask_workers(simulated, workers)
@@ -196,6 +198,16 @@ class Runs:
         settings, methods = list(settings), list(methods)
         records = self.grid(make, settings, methods)
         return [(setting, {method: records[setting, method] for method in methods}) for setting in settings]
+
+    def _look_up(self, points: Sequence[Point]) -> None:
+        """Take the records that are in the folder, up to the first that isn't: where all are, no worker is started."""
+        with Composer() as composer:
+            for one in points:
+                request = request_of(one, composer)
+                record = request if isinstance(request, Record) else kept_record(self.folder, request)
+                if record is None:
+                    return
+                self._keep(one, record)
 
     def _keep(self, one: Point, record: Record) -> None:
         self._known[one] = record

@@ -123,7 +123,7 @@ def run_points(
     for (mode, *_), group in itertools.groupby(to_run, key=_group):
         todo = []
         for request in group:
-            if reuse and (kept := _kept(folder, request)):
+            if reuse and (kept := kept_record(folder, request)):
                 finish(Outcome(kept, reused=True))
                 step(work_of([request]))
             else:
@@ -204,7 +204,8 @@ def _write(folder: Path, outcome: Outcome) -> None:
     records.write(folder, outcome.record, samples=samples, **others)
 
 
-def _kept(folder: Path, request: Request) -> Record | None:
+def kept_record(folder: Path, request: Request) -> Record | None:
+    """The record of a point in a folder if it needn't be run again (`run_points` with `reuse`); None elsewhere."""
     path = folder / f"{request.run_id}.json"
     if not path.exists():
         return None
