@@ -157,6 +157,16 @@ def test_records_are_taken_from_the_folder(tmp_path: Path) -> None:
     assert Runs(tmp_path).one(method="ring", **SMALL).step_ms_median == 1.25
 
 
+def test_points_that_are_in_the_folder_start_no_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [point(method="ring", **{**SMALL, "heads": heads}) for heads in range(1, 2 * FEW + 1)]
+    first = Runs(tmp_path, workers=1).ask(asked)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    assert [record.run_id for record in Runs(tmp_path, workers=2).ask(asked)] == [record.run_id for record in first]
+    (tmp_path / f"{first[0].run_id}.json").unlink()
+    with pytest.raises(pytest.fail.Exception, match="a process was started"):
+        Runs(tmp_path, workers=2).ask(asked)
+
+
 @pytest.mark.long
 def test_processes_are_kept_for_the_next_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However few they are then. Processes end with the runs that asked."""
