@@ -97,6 +97,10 @@ class StarTrail(Sized, CollectiveMethod):
         """The team, and the ranks whose KV comes along the sub-rings."""
         return Group(1, self.size), self._in_orbit(KV, problem).home
 
+    def partials_folded(self, problem: Problem, phase: str, tensor: Tensor) -> int:
+        """dKV of each hop along the sub-rings."""
+        return problem.n // self.size - self.size if tensor == DKV else 0
+
     def symbols(self, problem: Problem) -> Mapping[str, float]:
         """The value of C."""
         return {"C": self.size}

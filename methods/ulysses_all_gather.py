@@ -36,6 +36,10 @@ class UlyssesAllGather(USP):
         u = self.head_parallel(n)
         return f"ulysses {u} x all-gather {n // u}"
 
+    def partials_folded(self, problem: Problem, phase: str, tensor: Tensor) -> int:
+        """None: the library adds them up, or hops that only `collectives=messages` has."""
+        return 0
+
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """USP's, with KV and dKV padded where the library gathers them."""
         others = problem.n // self.head_parallel(problem.n) - 1

@@ -67,6 +67,10 @@ class USP(Sized, Ulysses):
         u = self.head_parallel(n)
         return f"ulysses {u} x ring {n // u}"
 
+    def partials_folded(self, problem: Problem, phase: str, tensor: Tensor) -> int:
+        """dKV of each hop along the ring."""
+        return problem.n // self.head_parallel(problem.n) - 1 if tensor.by_tokens == DKV else 0
+
     def symbols(self, problem: Problem) -> Mapping[str, float]:
         """The value of u."""
         return {"u": self.head_parallel(problem.n)}

@@ -146,6 +146,16 @@ class Method(ABC):
         u = problem.layout.head_parallel
         return Group(u, 1), Group(u, problem.n // u)
 
+    def partials_folded(self, problem: Problem, phase: str, tensor: Tensor) -> float | Fraction:
+        """How many partial sums of a tensor come to a rank and are folded by themselves, where blocks are pairs: in the
+        mean over ranks, for each slice of the heads. With a tile, each chunk of its rows or columns comes back from all
+        ranks of its group but one.
+        """
+        if not self.folds_arrivals:
+            return 0
+        tile = self.tile_shape(problem.n)
+        return tile[tensor.of_keys] - 1 if tile else self.chunks_sent(problem, phase).get(tensor, 0)
+
     def variant(self, n: int) -> str:
         """The difference to the method's other variants, in a few words; empty if there are no others."""
         shape = self.tile_shape(n)

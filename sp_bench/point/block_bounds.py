@@ -76,18 +76,14 @@ def _folds_s(
     (ranks,).
 
     With several blocks for each chunk, the first one's result is a fold, too, if a cheaper one; a single one takes no
-    fold. With a tile, each chunk of its rows or columns comes back from all ranks of its group but one.
+    fold.
     """
-    tensor, tile = summed.by_heads if problem.layout.head_parallel > 1 else summed, method.tile_shape(problem.n)
+    tensor = summed.by_heads if problem.layout.head_parallel > 1 else summed
     queries, keys = (home.size for home in method.homes(problem, phase))
     held, several = (keys, queries > 1) if tensor.of_keys else (queries, keys > 1)
-    arriving = 0.0
-    if method.folds_arrivals and tile:
-        arriving = tile[1 if tensor.of_keys else 0] - 1
-    elif method.folds_arrivals:
-        arriving = float(method.chunks_sent(problem, phase).get(tensor, 0))
-        # What has gone is not added to any more: it may have had a single result.
-        held, several = max(held, 1 + arriving), several and held > arriving
+    arriving = float(method.partials_folded(problem, phase, tensor))
+    if held <= arriving:  # what has gone is not added to any more: it may have had a single result
+        held, several = 1 + arriving, False
     parts = problem.blocks.parts(keys=tensor.of_keys)
 
     def by_class(*, first: bool) -> np.ndarray:
