@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
 import signal
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,6 +110,12 @@ def left_in_groups(of_process: str, groups: Path = Path("/sys/fs/cgroup")) -> li
             if folder == top:
                 break
     return left
+
+
+def give_back_memory() -> None:
+    """Give the system what this process has freed: glibc keeps most of it, 0.3 GB after a point of 4096 GPUs."""
+    with suppress(OSError, AttributeError):  # other libraries have no malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def boot_id() -> str:

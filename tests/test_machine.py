@@ -6,9 +6,11 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from sp_bench.machine import boot_id, busy_s, left_in_groups
+from sp_bench.machine import boot_id, busy_s, give_back_memory, left_in_groups
+from sp_bench.measure.memory import resident_bytes
 
 
 def test_busy_cores_are_counted_in_seconds() -> None:
@@ -20,6 +22,15 @@ def test_busy_cores_are_counted_in_seconds() -> None:
     assert before is not None
     assert after is not None
     assert 0.4 < after - before < (os.cpu_count() or 1) * (passed + 0.1)
+
+
+def test_what_was_freed_is_given_back() -> None:
+    """Arrays too small for memory of their own, of which the last one stays."""
+    arrays = [np.ones(10_000) for _ in range(2000)]
+    held = resident_bytes("VmRSS")
+    del arrays[:-1]
+    give_back_memory()
+    assert held - resident_bytes("VmRSS") > 0.8 * 80_000 * 2000
 
 
 def test_a_machine_is_told_by_its_kernel() -> None:

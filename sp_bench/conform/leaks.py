@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import pairwise
 
 import torch
 
 from sp_bench.conform.stage import Inputs, Stage
+from sp_bench.machine import give_back_memory
 from sp_bench.measure.memory import resident_bytes
 
 WARM_UP, CALLS, ROUNDS = 3, 5, 3
@@ -64,8 +63,7 @@ def _growth(call: Callable[[int], object], calls: int, rounds: int) -> float:
             call(number)
             number += 1
         gc.collect()
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        give_back_memory()
         marks.append(resident_bytes("VmRSS"))
     return min(after - before for before, after in pairwise(marks)) / calls
 

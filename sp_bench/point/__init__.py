@@ -13,6 +13,7 @@ from typing import Any
 from sp_bench import records
 from sp_bench.errors import RequestError
 from sp_bench.launch import Launch
+from sp_bench.machine import give_back_memory
 from sp_bench.plan.problem import Problem
 from sp_bench.point import data_parallel, training
 from sp_bench.point.at_once import ProcessEndedError, forked
@@ -184,6 +185,8 @@ def _simulate(request: Request) -> Outcome:
         return simulation_of(request).outcome(request)
     except Exception as error:
         return _failed(request, error)
+    finally:
+        give_back_memory()
 
 
 def _failed(request: Request, error: Exception) -> Outcome:
