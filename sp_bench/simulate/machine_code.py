@@ -85,8 +85,15 @@ def _pointer(array: np.ndarray, kind: type[np.generic]) -> int:
 
 def _types() -> list[type[np.generic]]:
     """The type of each array of ARGUMENTS, as their annotations say."""
-    arrays = [get_args(hint)[0] for of in ARGUMENTS for hint in get_type_hints(of).values()]
-    return [get_args(get_args(array)[1])[0] for array in arrays]
+    return [next(_scalars(hint)) for of in ARGUMENTS for hint in get_type_hints(of).values()]
+
+
+def _scalars(hint: Any) -> Iterator[type[np.generic]]:
+    """The types of NumPy's scalars that an annotation names: its NDArray is one of several types, by its version."""
+    if isinstance(hint, type) and issubclass(hint, np.generic):
+        yield hint
+    for each in get_args(hint):
+        yield from _scalars(each)
 
 
 def _compiled() -> Any:
