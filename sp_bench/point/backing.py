@@ -44,7 +44,7 @@ BETWEEN_NODES = "several nodes"
 TELLING = 0.03
 """Times that differ by less are not told apart: repetitions of published measurements differ as much."""
 MUCH = 0.1
-"""Of many ranks, a step whose lower bound is shorter than ours by more than this isn't simulated to see whether it
+"""A step of many ranks whose lower bound is shorter than ours by more than this isn't simulated to see whether it
 takes as long nevertheless."""
 ALL_TO_ALLS, CAST = "all-to-alls", "rows cast"
 PACKS = f"mask={Documents.name}"

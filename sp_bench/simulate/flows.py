@@ -40,7 +40,7 @@ ROW = ("C", "A", "W")
 AT_ONCE = 64
 """Flows that may be on a link at once at first: solving begins again, with memory for all of a link's flows, where
 they are more."""
-FEW_TASKS = 1_000
+FEW_TASKS = 4_000
 """Up to so many tasks of all graphs of a process, plain Python beats loading the machine code."""
 COUNTED_AT_ONCE = 2**20
 """Ids that are counted at once: a count takes eight bytes for each."""
@@ -209,7 +209,7 @@ def prepare() -> None:
 
 def sooner(graph: TaskGraph) -> Solver:
     """The solver that will have solved a graph sooner: `python` as long as this process has solved few tasks so and has
-    not loaded the machine code, which takes as long as some hundred tasks in Python.
+    not loaded the machine code, which takes as long as some thousand tasks in Python.
     """
     tasks, is_loaded = graph.delay_s.size, machine_code.run.cache_info().currsize > 0
     if is_loaded or _InPython.tasks + tasks > FEW_TASKS:
