@@ -150,17 +150,12 @@ class Runs:
         points = list(points)
         todo = [p for p in dict.fromkeys(points) if p not in self._known]
         simulated = sorted((p for p in todo if not is_measured(p)), key=_largest_first)
-        self._look_up(simulated)
-        simulated = [p for p in simulated if p not in self._known]
-        workers = min(self.workers, max(len(simulated) // FEW, min(len(simulated), len(self._processes.idle))))
-        if workers > 1:
-            self._ask_workers(simulated, workers)
-        if left := [p for p in todo if p not in self._known]:
+        measured = [p for p in todo if is_measured(p)]  # which composes, too, and only one Composer can be open
+        if todo:
             with Composer() as composer:
-                for one in simulated:
-                    if one not in self._known:
-                        self._keep(one, record_of(one, self.folder, composer))
-                self._measure([p for p in left if is_measured(p)], composer)
+                self._look_up(simulated, composer)
+                self._simulate([p for p in simulated if p not in self._known], composer)
+                self._measure(measured, composer)
         return [self._known[p] for p in points]
 
     def ok(self, points: Iterable[Point]) -> list[Record]:
@@ -199,15 +194,23 @@ class Runs:
         records = self.grid(make, settings, methods)
         return [(setting, {method: records[setting, method] for method in methods}) for setting in settings]
 
-    def _look_up(self, points: Sequence[Point]) -> None:
+    def _look_up(self, points: Sequence[Point], composer: Composer) -> None:
         """Take the records that are in the folder, up to the first that isn't: where all are, no worker is started."""
-        with Composer() as composer:
-            for one in points:
-                request = request_of(one, composer)
-                record = request if isinstance(request, Record) else kept_record(self.folder, request)
-                if record is None:
-                    return
-                self._keep(one, record)
+        for one in points:
+            request = request_of(one, composer)
+            record = request if isinstance(request, Record) else kept_record(self.folder, request)
+            if record is None:
+                return
+            self._keep(one, record)
+
+    def _simulate(self, points: Sequence[Point], composer: Composer) -> None:
+        """Simulate points, in worker processes where they are many or processes are idle."""
+        workers = min(self.workers, max(len(points) // FEW, min(len(points), len(self._processes.idle))))
+        if workers > 1:
+            self._ask_workers(points, workers)
+        for one in points:
+            if one not in self._known:
+                self._keep(one, record_of(one, self.folder, composer))
 
     def _keep(self, one: Point, record: Record) -> None:
         self._known[one] = record

@@ -261,26 +261,31 @@ def _with_implementation(cluster: Cluster, choice: Choice, row: Backing) -> Vali
     why = f"measurements of {row.kind} are of implementation={row.implementation}"
     if asked != OURS:
         return Validation(row.kind, None, why)
+
+    def unlike(which: str, seconds: float) -> Validation:
+        """No backing, as measured code takes another time than ours."""
+        return Validation(row.kind, None, f"{why}, which {which} {1e3 * seconds:.4g} ms")
+
     other_cluster = replace(cluster, device=cluster.device.used_by(measured))
     whole = measured.sends_whole_chunks and not choice.problem.mask.sends_unseen  # of other masks all chunks are
     as_theirs = replace(choice, problem=replace(choice.problem, whole_chunks=whole))
     most_s = (1 + TELLING) * max(choice.total_s, choice.nearly_s)
     asked_for = [(as_theirs.method, as_theirs.problem, as_theirs.plans)]
     ((bounds_s, _),) = by_bound(other_cluster, asked_for, [], estimates=True, most_s=most_s)
-    bound_ms = 1e3 * (bound_s := sum(bounds_s.values()))
+    bound_s = sum(bounds_s.values())
+    if bound_s > most_s:
+        return unlike("takes at least", bound_s)
     if choice.problem.n >= MANY_RANKS and bound_s < (1 - MUCH) * min(choice.total_s, choice.nearly_s):
-        return Validation(row.kind, None, f"{why}, which may take as little as {bound_ms:.4g} ms")
+        return unlike("may take as little as", bound_s)
     try:
-        if bound_s > most_s:
-            raise TooSlowError(bound_s)
         theirs = simulated(as_theirs, other_cluster, bounds_s, most_s, nearly_alike=True)
     except TooSlowError as error:
-        return Validation(row.kind, None, f"{why}, which takes at least {1e3 * error.least_s:.4g} ms")
+        return unlike("takes at least", error.least_s)
     same = all(theirs.runs[phase].graph.exact == run.graph.exact for phase, run in choice.runs.items())
     step_s, ours_s = theirs.total_s, choice.total_s if same else choice.nearly_s
     apart = abs(step_s / ours_s - 1)
     if apart > TELLING:
-        return Validation(row.kind, None, f"{why}, which is simulated to take {1e3 * step_s:.4g} ms")
+        return unlike("is simulated to take", step_s)
     return Validation(row.kind, row, apart=apart)
 
 

@@ -199,13 +199,13 @@ def test_what_is_compiled_once_serves_every_graph() -> None:
     assert machine_code.run() is only
 
 
-@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
 @pytest.mark.parametrize("array", [np.ndarray[Any, np.dtype[np.int32]], list[np.int32]], ids=["2.4", "2.5"])
 def test_types_of_arrays_are_found_whatever_numpy_takes_its_annotation_for(array: Any) -> None:
     """Up to 2.4 NDArray[x] is an ndarray of a dtype of x; from 2.5 on an alias with the argument x, as list is here."""
     assert list(machine_code._scalars(array | list[int])) == [np.int32]
 
 
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
 def test_machine_code_is_given_arrays_of_its_types_alone() -> None:
     """It reads them as pointers: those of another type would be read as what they are not."""
     arguments = flows._kernel_arguments(TaskGraph(**VALID), np.zeros(2), np.inf, flows.AT_ONCE)
