@@ -8,12 +8,13 @@ was measured of such calls (KernelTable.variable), and at least as long as the s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from sp_bench.cluster.kernel_table import KernelTable
+from sp_bench.plan.memo import keep
 from sp_bench.plan.pack_blocks import PackBlocks
 
 MOSTLY_FULL = 0.75
@@ -22,6 +23,8 @@ LENGTHS_AN_OCTAVE = 2
 """Documents are taken together whose lengths are in the same half of an octave: their pieces are about as large."""
 MOST_CELLS = 1 << 25
 """Most groups of documents times calls: above it, documents of all lengths are one group."""
+FEW_KERNELS = 8
+"""Of so many kernels the seconds of blocks are kept: of both phases, with some numbers of heads."""
 
 
 class Kernel(NamedTuple):
@@ -97,9 +100,17 @@ def calls_s(kernel: Kernel, pieces: Pieces, pairs: np.ndarray) -> np.ndarray:
     return np.where(pairs > 0, kernel.call_s(summed(alone), summed(several), number, whole, longest), 0.0)
 
 
-@lru_cache(maxsize=64)
 def blocks_s(kernel: Kernel, blocks: PackBlocks) -> np.ndarray:
     """Seconds of the kernel call of each block of a pack, without launches: (classes,)."""
+    known = _KNOWN_S.setdefault(blocks, {})
+    return known[kernel] if kernel in known else keep(known, kernel, _blocks_s(kernel, blocks), FEW_KERNELS)
+
+
+_KNOWN_S: WeakKeyDictionary[PackBlocks, dict[Kernel, np.ndarray]] = WeakKeyDictionary()
+"""Seconds of blocks as long as these are in use."""
+
+
+def _blocks_s(kernel: Kernel, blocks: PackBlocks) -> np.ndarray:
     computed = np.flatnonzero(blocks.pairs > 0)
     seconds, number = np.zeros(blocks.classes), np.full(blocks.classes, -1)
     number[computed] = np.arange(computed.size)

@@ -411,7 +411,7 @@ class Chunked(Packed):
         return chunked._one_behind(tuple(cached), begun)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)
 def _blocks(mask: Packed, layout: Layout, n: int) -> PackBlocks:
     # Counting pairs takes long, and a method's variants assign alike.
     return PackBlocks(mask, layout, n, mask.seqlen, int(mask.edges[-1]))

@@ -96,20 +96,22 @@ class PackBlocks(PairBlocks):
         """`_positions_of_keys`, as runs."""
         return runs_of_chunks(self.keys) if self.mask.new else self._runs
 
-    @cached_property
+    # Of all tokens and for each of a pack's many layouts these two take much memory, and are soon worked out.
+    @property
     def owner(self) -> np.ndarray:
         """The chunk of each query: (seqlen,)."""
         return _owner(runs_of_chunks(self.queries), self.seqlen)
 
-    @cached_property
+    @property
     def key_owner(self) -> np.ndarray:
         """The chunk of each key: (keys,)."""
         return _owner(self._key_runs, self.keys.seqlen) if self.mask.new else self.owner
 
     @cached_property
     def pairs(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
-        seen = self.mask.sees(self.mask.query_positions)
-        return pair_counts(self.owner, self.key_owner, self.chunks, *seen).ravel()
+        owner = self.owner
+        key_owner = self.key_owner if self.mask.new else owner
+        return pair_counts(owner, key_owner, self.chunks, *self.mask.sees(self.mask.query_positions)).ravel()
 
     @cached_property
     def computes(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]

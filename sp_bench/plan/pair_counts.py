@@ -18,12 +18,14 @@ def pair_counts(
     """
     if chunks > 1 and np.array_equal(key_owner, np.arange(key_owner.size) % chunks):
         return _striped_keys_below(owner, chunks, stop) - _striped_keys_below(owner, chunks, first)
-    starts = np.flatnonzero(np.append(True, key_owner[1:] != key_owner[:-1]))
+    begins = np.append(True, key_owner[1:] != key_owner[:-1])
+    starts, run_of = np.flatnonzero(begins), np.append(np.cumsum(begins, dtype=np.int32) - 1, 0)
+    run_of[-1] = starts.size - 1  # what is seen may end where the keys do
     of, lengths = key_owner[starts], np.diff(np.append(starts, key_owner.size))
     # What a query sees ends within one run and starts within another, whose keys are counted here.
     partly, changes = np.zeros(chunks**2), []
     for sign, limit in ((1, stop), (-1, first)):
-        run = np.searchsorted(starts, limit, side="right") - 1
+        run = run_of[limit]
         partly += sign * np.bincount(owner * chunks + of[run], limit - starts[run], chunks**2)
         changes.append((-sign, *_counted(run * chunks + owner)))
     # How many queries of each chunk see all of a run, since what they see starts before it and ends behind it.

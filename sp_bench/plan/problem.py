@@ -7,7 +7,7 @@ owner's rank, or an array of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
@@ -300,6 +300,16 @@ class Problem:
         """Bytes of one token of a field of a chunk, summed over batch entries."""
         elements = self.batch * self.field_heads(field) * (1 if field.kind is Kind.STATISTIC else self.width(field))
         return elements * DTYPE_BYTES[self.field_dtype(field, wire=wire, summed=summed)]
+
+    def sent_bytes(self, tensor: Tensor) -> Mapping[str, int]:
+        """Bytes of one token of each field of a tensor as it is sent. Plans have thousands of messages of few."""
+        if tensor not in self._sent_bytes:
+            self._sent_bytes[tensor] = {f.name: self.token_bytes(f, wire=True) for f in tensor.fields}
+        return self._sent_bytes[tensor]
+
+    @cached_property
+    def _sent_bytes(self) -> dict[Tensor, Mapping[str, int]]:
+        return {}
 
     def field_bytes(self, field: Field, *, wire: bool, summed: bool = True) -> int:
         """Bytes of one field of the largest chunk."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from sp_bench.plan.cast_rows import rows_moved
@@ -11,7 +10,7 @@ from sp_bench.plan.demand import Wanted
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import AllToAll, Collective, GroupCast, Pass, RowCollective, Transfer, TreeReduce
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.tensors import Field, Kind, Tensor
+from sp_bench.plan.tensors import Field, Kind
 
 
 def peers(op: Transfer) -> list[tuple[Group | Exchange, int]]:
@@ -44,7 +43,7 @@ def messages(op: Transfer, problem: Problem, rank, wanted: Wanted | None = None)
             sizes.append({f.name: tokens * problem.token_bytes(f, wire=True) for f in by_heads(op)})
         return sizes
     if isinstance(op, RowCollective):
-        sizes = _token_bytes(problem, op.tensor).items()
+        sizes = problem.sent_bytes(op.tensor).items()
         return [{name: rows * size for name, size in sizes} for rows in rows_moved(op, problem, rank)]
     if isinstance(op, Collective):
         # The library wants equal pieces: shorter chunks are padded to the longest, which usually has a token more.
@@ -61,13 +60,7 @@ def messages(op: Transfer, problem: Problem, rank, wanted: Wanted | None = None)
     if wanted is not None and wanted.rows is not None:
         tokens = wanted.rows.counts(op.target(rank))
     rows = {field.name: of_statistics if field.kind is Kind.STATISTIC else tokens for field in op.tensor.fields}
-    return [{name: moves * rows[name] * size for name, size in _token_bytes(problem, op.tensor).items()}]
-
-
-@lru_cache(maxsize=64)
-def _token_bytes(problem: Problem, tensor: Tensor) -> Mapping[str, int]:
-    """Wire bytes of a token of each field. Cached, as plans have thousands of messages of few tensors."""
-    return {field.name: problem.token_bytes(field, wire=True) for field in tensor.fields}
+    return [{name: moves * rows[name] * size for name, size in problem.sent_bytes(op.tensor).items()}]
 
 
 def _rows_sent(op: Pass, problem: Problem, rank):

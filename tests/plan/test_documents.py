@@ -49,6 +49,16 @@ def test_blocks_compute_each_unmasked_pair_once(mask: Packed, name: str, n: int)
         assert more == 0 if of_runs else more >= 0 or not wanted.any()
 
 
+@pytest.mark.parametrize("name", [*LAYOUTS, *ASSIGNMENTS])
+def test_blocks_keep_nothing_of_every_token(name: str) -> None:
+    """A pack's variants have dozens of layouts, which are kept for its next point."""
+    tokens, mask = 1 << 16, Documents((1 << 14,) * 4)
+    blocks = blocks_of(mask, name, 4)
+    assert blocks.pairs.sum() and blocks.keys_seen.sum() and blocks.shapes.pieces.sum()
+    kept = [value.size for value in vars(blocks).values() if isinstance(value, np.ndarray)]
+    assert kept and max(kept) < tokens // 8
+
+
 @given(packs(cached=True), names, st.integers(1, 6))
 def test_pairs_are_the_same_however_many_runs_are_counted_at_once(mask: Packed, name: str, n: int) -> None:
     blocks = blocks_of(mask, name, n)

@@ -52,12 +52,15 @@ def even(runs: Runs) -> Section:
 
 def relayed(runs: Runs) -> Section:
     """Bytes to other nodes and the step, with rows that cross once for each GPU or once for a node."""
+    splits = {"yes": {"inner": "auto"}, "no": {"inner": NODE, "ulysses": 1}}
+
+    def asked_for(split: str, kv_heads: int, gpus: int, relays: bool) -> Point:
+        return _with_key_heads(gpus, kv_heads, **(splits[split] if relays else splits[split] | {"inner": 1}))
+
+    found = runs.grid(asked_for, splits, KEY_HEADS, RELAYED_GPUS, (False, True))
     rows: list[list[Cell]] = []
-    for (split, keys), kv_heads, gpus in product((("yes", {}), ("no", {"ulysses": 1})), KEY_HEADS, RELAYED_GPUS):
-        records = [
-            runs.ask([_with_key_heads(gpus, kv_heads, inner=inner, **keys)])[0]
-            for inner in (1, "auto" if split == "yes" else NODE)
-        ]
+    for split, kv_heads, gpus in product(splits, KEY_HEADS, RELAYED_GPUS):
+        records = [found[split, kv_heads, gpus, relays] for relays in (False, True)]
         across = [of_record(record, "comm_bytes_across_nodes_max").times(1e-6) for record in records]
         steps = [step_ms(record) for record in records]
         rows.append([split, kv_heads, gpus, records[1].variant or "", *across, *steps, steps[1].over(steps[0])])
@@ -68,10 +71,15 @@ def relayed(runs: Runs) -> Section:
 
 def travels(runs: Runs) -> Section:
     """Bytes of rows and the step, where keys alone travel and where the queries of some pairs of chunks do."""
+
+    def asked_for(of: tuple[int, int], kv_heads: int, qo_comm: bool) -> Point:
+        gpus, degree = of
+        return _with_key_heads(gpus, kv_heads, qo_comm=qo_comm, ulysses=degree, inner=1, slices=1)
+
+    found = runs.grid(asked_for, TRAVELLING, TRAVEL_KEY_HEADS, (False, True))
     rows: list[list[Cell]] = []
     for (gpus, degree), kv_heads in product(TRAVELLING, TRAVEL_KEY_HEADS):
-        ways = ({"qo_comm": qo_comm, "ulysses": degree, "inner": 1, "slices": 1} for qo_comm in (False, True))
-        keys, both = (runs.ask([_with_key_heads(gpus, kv_heads, **way)])[0] for way in ways)
+        keys, both = (found[(gpus, degree), kv_heads, qo_comm] for qo_comm in (False, True))
         saved = [_saved(keys, both, phase) for phase in ("forward", "backward")]
         steps = [step_ms(record) for record in (keys, both)]
         work = of_record(both, "work_imbalance")
