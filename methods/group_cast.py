@@ -222,6 +222,11 @@ class GroupCastAttention(USP):
         heads = self._heads_of_a_rank(problem)[0] if straight else 1
         return tuple(slices for slices in asked if heads % slices == 0)
 
+    @property
+    def sends_as(self) -> GroupCastAttention:
+        """That of one stage: stages only say when rows come."""
+        return replace(self, stages=1)
+
     def _stage_counts(self, slices: int) -> tuple[int, ...]:
         """The values of `stages` that it stands for, with so many slices."""
         if isinstance(self.stages, int):

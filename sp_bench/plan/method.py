@@ -197,6 +197,13 @@ class Method(ABC):
         slices, parts = self.head_slices(problem), self.query_parts(problem)
         return replace(problem, layout=layout, head_slices=slices, query_parts=parts, padded=padded)
 
+    @property
+    def sends_as(self) -> Method:
+        """Which variant sends the same bytes over the same links in as many hops: this one, or another that stands for
+        all of them.
+        """
+        return self
+
     def schedule_time(self, problem: Problem, phase: str, costs: CostProfile) -> ScheduleTime | None:
         """The time of a phase's schedule by these costs, beside a certified bound; None if it has no such bound."""
         return None

@@ -48,6 +48,7 @@ def by_bound(
     waiting = [(sum(bounds_s.values()), i) for i, bounds_s in enumerate(by_phase)]
     heapify(waiting)
     functions = [[sent_s, *(_refinements(problem.n, estimates) if refined else [])] for _, problem, _ in variants]
+    sent = dict[tuple[Method, Problem, str], float]()
     left = [[(each, phase) for each in some for phase in by_phase[i]] for i, some in enumerate(functions)]
     while waiting:
         bound_s, i = heappop(waiting)
@@ -57,8 +58,13 @@ def by_bound(
         if not left[i] or first or (ruled_out and (estimates or left[i][0][0] is not sent_s)):
             yield by_phase[i], i
             continue
-        (refined_s, phase), (_, problem, plans) = left[i].pop(0), variants[i]
-        by_phase[i][phase] = max(by_phase[i][phase], refined_s(plans[phase], problem, cluster))
+        (refined_s, phase), (method, problem, plans) = left[i].pop(0), variants[i]
+        sender = method.sends_as, problem, phase
+        known_s = sent.get(sender) if refined_s is sent_s else None
+        seconds = refined_s(plans[phase], problem, cluster) if known_s is None else known_s
+        if refined_s is sent_s:
+            sent[sender] = seconds
+        by_phase[i][phase] = max(by_phase[i][phase], seconds)
         heappush(waiting, (sum(by_phase[i].values()), i))
 
 

@@ -115,6 +115,34 @@ def test_bounds_are_below_the_step(keys: tuple[str, ...]) -> None:
         assert least_computed_s(request) <= step_s * (1 + 1e-9)
 
 
+PACK = ("mask=document", "data=magi_attention", "seqlen=128k")
+
+
+@pytest.mark.parametrize("keys", [("seqlen=64k",), PACK, (*PACK, "kv_heads=1")], ids=str)
+def test_variants_that_send_the_same_have_one_bound_by_what_they_send(
+    keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands for several of them is true of each, and is found once for each phase."""
+    request = point("method=group_cast", "gpus=16", "baseline=null", *keys)
+    planned, found = variants(request, [request.ours]), dict[tuple[Method, Problem, str], float]()
+    for variant in planned:
+        for phase, plan in variant.plans.items():
+            seconds = variant_bounds.sent_s(plan, variant.problem, request.cluster)
+            sender = variant.method.sends_as, variant.problem, phase
+            assert found.setdefault(sender, seconds) == pytest.approx(seconds, rel=1e-12)
+    assert len(found) < 2 * len(planned)
+    sent = Counter[tuple[Problem, str]]()
+
+    def counted(plan: Plan, problem: Problem, *others: object) -> float:
+        sent[problem, plan.phase] += 1
+        return sent_s(plan, problem, *others)  # pyright: ignore[reportArgumentType]
+
+    sent_s = variant_bounds.sent_s
+    monkeypatch.setattr(variant_bounds, "sent_s", counted)
+    choose(request)
+    assert 0 < sent.total() <= len(found)
+
+
 def test_what_blocks_take_is_known_before_anything_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     def planned(*_: object) -> None:
         raise AssertionError("a plan was made")
