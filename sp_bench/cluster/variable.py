@@ -24,7 +24,7 @@ LENGTHS_AN_OCTAVE = 2
 MOST_CELLS = 1 << 25
 """Most groups of documents times calls: above it, documents of all lengths are one group."""
 FEW_KERNELS = 8
-"""Of so many kernels the seconds of blocks are kept: of both phases, with some numbers of heads."""
+"""The seconds of blocks are kept for so many kernels: of both phases, with some numbers of heads."""
 
 
 class Kernel(NamedTuple):

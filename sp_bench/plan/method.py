@@ -199,8 +199,8 @@ class Method(ABC):
 
     @property
     def sends_as(self) -> Method:
-        """Which variant sends the same bytes over the same links in as many hops: this one, or another that stands for
-        all of them.
+        """The variant that sends the same bytes over the same links in as many hops: this one, or another that stands
+        for all of them.
         """
         return self
 
