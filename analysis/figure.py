@@ -7,6 +7,7 @@ import html
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,12 @@ class Figure:
         """Write <name>.pdf, .svg and .png to `folder`, or some of them."""
         folder.mkdir(parents=True, exist_ok=True)
         for ending in formats:
-            (folder / f"{self.name}.{ending}").write_bytes(self._bytes(ending))
+            drawn = self._svg if ending == "svg" else self._bytes(ending)
+            (folder / f"{self.name}.{ending}").write_bytes(drawn)
 
     def to_html(self) -> str:
         """The picture, its caption and links to its sources."""
-        data = base64.b64encode(self._bytes("svg")).decode()
+        data = base64.b64encode(self._svg).decode()
         links = " ".join(f'<a href="#source-{html.escape(s.id)}">{html.escape(s.id)}</a>' for s in self.sources)
         sources = f"<details><summary>{len(self.sources)} sources</summary>{links}</details>"
         note = f" {html.escape(self.note)}" if self.note else ""
@@ -69,6 +71,11 @@ class Figure:
         )
 
     _repr_html_ = to_html
+
+    @cached_property
+    def _svg(self) -> bytes:
+        """Drawn once, as pages show it and it has a file of its own."""
+        return self._bytes("svg")
 
     def _bytes(self, ending: str) -> bytes:
         out = io.BytesIO()

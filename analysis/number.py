@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -182,9 +183,15 @@ def command(config: Any, own: Path | None = None) -> str:
     `own` is a folder with cluster/ ... of one's own, as --config-dir names it. A file that neither it nor the suite has
     is named as it is, behind --config-dir DIR: the config alone says what it had.
     """
+    return _command(json.dumps(config), own)
+
+
+@lru_cache(maxsize=4096)
+def _command(config_text: str, own: Path | None) -> str:
+    """`command`, found once for all numbers of a record."""
     from sp_bench.analysis.runs import choices, composed
 
-    config = json.loads(json.dumps(config))  # its keys are text, as those of a record that is read
+    config = json.loads(config_text)  # its keys are text, as those of a record that is read
     groups = {key: value["name"] for key, value in config.items() if isinstance(value, dict) and "name" in value}
     chosen_groups = {key: name for key, name in groups.items() if name in choices(key, own)}
     chosen = tuple(f"{key}={name}" for key, name in chosen_groups.items() if key != "logger")

@@ -110,26 +110,27 @@ def reproduce(chosen: Sequence[Study], out: Path, *, with_notebooks: bool) -> in
             sections = by_study[study.title] = study.sections(replace(runs, options=study.options))
         points, seconds = len(ran) - before, time.perf_counter() - begun
         console.print(f"{study.title}: {len(sections)} sections, {points} points in {seconds:.0f} s", highlight=False)
-    report.write(
-        out / "report.html",
-        "Sequence-parallel attention: the papers' figures and ours",
-        by_study,
-        "Every number links to its source: a record (with the command that makes it again), a formula, or the paper's"
-        " table.",
-    )
     failed = []
-    if with_notebooks:
-        from sp_bench.analysis import notebooks
+    with console.status("report"), ThreadPoolExecutor(runs.workers) as pool:
+        executed = []
+        if with_notebooks:
+            from sp_bench.analysis import notebooks
 
-        # Each is executed by a process of its own, which the processes of points leave the cores to.
-        runs.rest()
-        with console.status("notebooks"), ThreadPoolExecutor(runs.workers) as pool:
-            names = [study.name for study in chosen]
-            errors = pool.map(lambda name: notebooks.execute(name, out / "notebooks", out / "records"), names)
-            for name, error in zip(names, errors, strict=True):
-                if error:
-                    failed.append(name)
-                    console.print(f"notebook {name}: {error}", highlight=False)
+            # Each is executed by a process of its own, which the processes of points leave the cores to.
+            runs.rest()
+            folders = out / "notebooks", out / "records"
+            executed = [(study.name, pool.submit(notebooks.execute, study.name, *folders)) for study in chosen]
+        report.write(
+            out / "report.html",
+            "Sequence-parallel attention: the papers' figures and ours",
+            by_study,
+            "Every number links to its source: a record (with the command that makes it again), a formula, or the"
+            " paper's table.",
+        )
+        for name, notebook in executed:
+            if error := notebook.result():
+                failed.append(name)
+                console.print(f"notebook {name}: {error}", highlight=False)
     seconds = time.perf_counter() - started
     console.print(f"{out / 'report.html'}: {len(ran)} points, {seconds:.0f} s", highlight=False)
     return 1 if failed or runs.failed else 0

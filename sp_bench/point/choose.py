@@ -23,6 +23,8 @@ from sp_bench.simulate import LongerError, Run, exactly, simulate
 
 ROUNDING = 1e-9
 """A step is longer than another by more than this part of it."""
+LARGE = 1024
+"""From so many ranks on, no other plans than the fastest variant's are held while one is simulated."""
 
 
 class TooSlowError(Exception):
@@ -86,6 +88,10 @@ def _fastest(request: Request, planned: Sequence[Choice], most_s: float = math.i
         rows[i] = row
         best_s, first = min(timed, default=(math.inf, i))
         ruled_out = (bound_s, i) > (best_s, first) and not request.every_variant
+        if not ruled_out and choice.problem.n >= LARGE:
+            in_use = {id(one.plans) for one in (choice, best) if one}
+            for other in planned:
+                _forget(None if id(other.plans) in in_use else other)
         try:
             tried = None if ruled_out else _tried(choice, row, asked, bounds_s, best_s, nearly_alike=len(planned) > 1)
         except RequestError as error:

@@ -94,12 +94,12 @@ def hop_by_hop(
         (wire,) = effects.on_wire([message])
         crossed = over(path, wire)
         latency_s = np.maximum(path.latency_s * noise() - (hidden_s if hop else 0.0), 0.0)
-        posted_there = (tasks.at(path.target) for tasks in ended[-2])  # receives are posted a hop ahead
+        posted_there = (rows.at(tasks, path.target) for tasks in ended[-2])  # receives are posted a hop ahead
         deps = [*ended[-1], *posted_there]
         task = rows.add(latency_s, deps, message.bytes - wire.later_bytes, crossed, wire.weight)
         if np.any(wire.later_bytes):
             later.append(([task], wire.later_bytes, crossed))
-        ended.append([task, task.at(path.source)])
+        ended.append([task, rows.at(task, path.source)])
     return ended[-1], later
 
 
@@ -111,5 +111,5 @@ def _together(rows: Rows, quotient: Quotient, group: Group, tasks: Sequence[Task
         return list(tasks)
     known = rows.add(0.0, tasks)
     for shift in apart:
-        known = rows.add(0.0, [known, known.at(kinds[group.member(ranks, shift)])])
+        known = rows.add(0.0, [known, rows.at(known, kinds[group.member(ranks, shift)])])
     return [known]

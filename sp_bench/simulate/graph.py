@@ -20,6 +20,7 @@ from sp_bench.cluster.emulation import Message, Wire
 from sp_bench.errors import RequestError
 from sp_bench.lower import Waits, lower
 from sp_bench.lower.early import by_messages
+from sp_bench.machine import give_back_memory
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.members import members
 from sp_bench.plan.ops import (
@@ -183,6 +184,8 @@ class _Builder:
     def build(self) -> PlanGraph:
         self._refuse(self.wanted)
         items = self._items
+        if self.tasks > KEPT_TASKS:
+            give_back_memory()  # what bounds of other variants have left: the graph takes a GB
         work = "flow_bytes" if self.cores else "delay_s"
         tasks, share = self.rows.task_graph(self.cores), np.ones(self.problem.n)
         if not self.exact:
@@ -376,14 +379,14 @@ class _Builder:
         tasks, arrived = [], []
         self.flows[index] = self._flows(index, op, early)
         for number, flow in enumerate(self.flows[index]):
-            ready = [ended.at(flow.over.target) for ended in expecting]
+            ready = [self.rows.at(ended, flow.over.target) for ended in expecting]
             if flow.sends is not True:
                 pairs = zip(ready, expecting, strict=True)
                 ready = [self.rows.either(flow.sends, posted, ended) for posted, ended in pairs]
             tasks.append(self.rows.add(flow.delay_s, [*before, *ready, *begun], flow.sent, flow.over, flow.weight))
             if flow.later_bytes is not None:
                 self.later.append(([tasks[-1]], flow.later_bytes, flow.over))
-            came = tasks[-1].at(flow.over.source)
+            came = self.rows.at(tasks[-1], flow.over.source)
             arrived.append(came if flow.receives is True else self.rows.either(flow.receives, came, tasks[-1]))
             if isinstance(op, TreeReduce):
                 before = expecting = [self.rows.add(self.costs.merged_s(op, number), [tasks[-1], came])]

@@ -55,10 +55,6 @@ class Tasks(NamedTuple):
     """(n,) The rank whose task of the row each rank has, or, beyond the first n tasks, any task by its number from the
     row's first one on; None of its own."""
 
-    def at(self, ranks: np.ndarray) -> Tasks:
-        """The tasks of other ranks: for each rank, that of the rank which `ranks`, (n,), names."""
-        return Tasks(self.row, ranks if self.ranks is None else self.ranks[ranks])
-
 
 @dataclass
 class Rows:
@@ -82,6 +78,10 @@ class Rows:
         self.own = np.arange(n)
         self.known: dict[tuple[int, int], tuple[Path, Crossed]] = {}
         """By the links and loads of a path on which every rank sends, which are kept so that their ids stay theirs."""
+        self.named: dict[tuple[int, int], tuple[np.ndarray | None, np.ndarray, np.ndarray | None]] = {}
+        """By two arrays of ranks, which are kept like that, the ranks that the first has for those of the second."""
+        self.alike: dict[bytes, np.ndarray | None] = {self.own.tobytes(): None}
+        """One array of all that are equal."""
 
     def add(
         self,
@@ -93,7 +93,7 @@ class Rows:
     ) -> Tasks:
         """Add a row: delays (n,), predecessors, and for flows bytes (n,), what they cross, weights (n,).
 
-        Returns its tasks.
+        Returns its tasks. Predecessors that are named twice are there once.
         """
         sizes = self._each(flow_bytes)
         self.delays.append(self._each(delay_s))
@@ -101,8 +101,18 @@ class Rows:
         self.crossed.append(self._crossed(path, sizes) if path else self.none)
         self.caps.append(path.rate_cap if path and np.isfinite(path.rate_cap).any() else self.uncapped)
         self.weights.append(self._each(weight))
-        self.deps.append(deps)
+        self.deps.append([*{(tasks.row, id(tasks.ranks)): tasks for tasks in deps}.values()])
         return Tasks(len(self.delays) - 1)
+
+    def at(self, tasks: Tasks, ranks: np.ndarray) -> Tasks:
+        """The tasks of other ranks: for each rank, that of the rank which `ranks`, (n,), names. Equal ones have the
+        same array.
+        """
+        key = id(tasks.ranks), id(ranks)
+        if key not in self.named:
+            others = ranks if tasks.ranks is None else tasks.ranks[ranks]
+            self.named[key] = tasks.ranks, ranks, self.alike.setdefault(others.tobytes(), others)
+        return Tasks(tasks.row, self.named[key][2])
 
     def either(self, there: np.ndarray | bool, tasks: Tasks, others: Tasks) -> Tasks:
         """The tasks of the ranks where `there`, (n,), is true, and the other ones elsewhere."""
@@ -160,18 +170,13 @@ class Rows:
 
     def _predecessors(self) -> np.ndarray:
         """The predecessors of every task, one after the other."""
-        all_deps = [tasks for deps in self.deps for tasks in deps]
-        if not all_deps:
-            return np.empty(0, np.int64)
-        rows = np.array([tasks.row for tasks in all_deps])
-        numbers = np.array([self.own if tasks.ranks is None else tasks.ranks for tasks in all_deps], np.int32)
-        numbers += self.n * rows[:, None].astype(np.int32)
-        counts = np.array([len(deps) for deps in self.deps])
-        first, predecessors = np.cumsum(counts) - counts, np.empty(numbers.size, np.int32)
-        for count in sorted({*counts.tolist()} - {0}):  # from (count, n) of each row to (n, count)
-            some = first[counts == count]
-            by_rank = numbers[some[:, None] + np.arange(count)].transpose(0, 2, 1)
-            predecessors.reshape(-1, self.n)[some[:, None] + np.arange(count)] = by_rank.reshape(-1, count, self.n)
+        n, first = self.n, 0
+        predecessors = np.empty(n * sum(map(len, self.deps)), np.int32)
+        for deps in self.deps:
+            of_row = predecessors[first : first + n * len(deps)].reshape(n, len(deps))
+            for tasks, column in zip(deps, of_row.T, strict=True):
+                np.add(self.own if tasks.ranks is None else tasks.ranks, tasks.row * n, out=column, casting="same_kind")
+            first += of_row.size
         return predecessors
 
 

@@ -16,6 +16,7 @@ import pytest
 from sp_bench import methods
 from sp_bench.analysis import report
 from sp_bench.analysis.figure import (
+    Canvas,
     Figure,
     Panels,
     colours,
@@ -188,6 +189,17 @@ def test_a_figure_is_three_files_the_same_each_time(tmp_path: Path) -> None:
         assert (tmp_path / "a" / f"line.{ending}").read_bytes() == (tmp_path / "b" / f"line.{ending}").read_bytes()
     assert "mesh (computed)" in (tmp_path / "a" / "line.svg").read_text()
     assert figure().sources == (*COUNTED.sources, *PRINTED.sources)
+
+
+def test_a_page_shows_the_picture_that_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is drawn once."""
+    drawn, shown = list[str](), figure()
+    draw = Canvas.savefig
+    monkeypatch.setattr(Canvas, "savefig", lambda *args, **keys: drawn.append(keys["format"]) or draw(*args, **keys))
+    shown.save(tmp_path)
+    (picture,) = re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', shown.to_html())
+    assert base64.b64decode(picture) == (tmp_path / "line.svg").read_bytes()
+    assert sorted(drawn) == ["pdf", "png", "svg"]
 
 
 def test_a_method_looks_the_same_in_every_figure() -> None:

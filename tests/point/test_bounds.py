@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from sp_bench.point import choose as choosing
 from sp_bench.point import variant_bounds
 from sp_bench.point.block_bounds import blocks_s
 from sp_bench.point.choose import TooSlowError, choose, simulated
+from sp_bench.point.lazy_plans import LazyPlans
 from sp_bench.point.request import Request
 from sp_bench.point.variant_bounds import least_computed_s
 from sp_bench.point.variants import Choice, unplanned, variants
@@ -305,3 +307,28 @@ def test_of_ranks_that_are_all_unlike_few_variants_are_simulated(monkeypatch: py
         chosen.append((choice.variant, choice.total_s))
     assert timed == [1, 5]
     assert chosen[0] == chosen[1]
+
+
+def test_while_one_of_many_ranks_is_simulated_no_other_plans_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those of the fastest so far; they are made anew if they are looked at again."""
+    request = point("method=startrail", "gpus=16", "seqlen=16k", "every_variant=true")
+    held, planned, usual = list[int](), list[Choice](), choose(request)
+
+    def noted(plan: Plan, *args: object, **keys: object) -> object:
+        held.append(sum(one.plans._made != {} for one in planned if isinstance(one.plans, LazyPlans)))
+        return simulate(plan, *args, **keys)  # pyright: ignore[reportArgumentType]
+
+    def known(*asked: object) -> Sequence[Choice]:
+        planned[:] = variants(*asked)  # pyright: ignore[reportArgumentType]
+        return planned
+
+    monkeypatch.setattr(choosing, "simulate", noted)
+    monkeypatch.setattr(choosing, "variants", known)
+    most = list[int]()
+    for large in (17, 16):
+        monkeypatch.setattr(choosing, "LARGE", large)
+        choice = choose(request)
+        assert (choice.variant, choice.total_s, choice.candidates) == (usual.variant, usual.total_s, usual.candidates)
+        most.append(max(held))
+        held.clear()
+    assert most == [len(planned), 2]

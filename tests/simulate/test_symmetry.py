@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
 from sp_bench.point.variants import variants
 from sp_bench.simulate import Run, simulate
-from sp_bench.simulate.graph import NEARLY
+from sp_bench.simulate.graph import NEARLY, build_graph
 from tests.support.clusters import NETWORKS, on_network, split_problem
 from tests.support.marks import exhaustive
 from tests.support.points import point
@@ -121,3 +122,16 @@ def test_the_quotient_counts_every_rank_and_link_once() -> None:
     assert quotient.sizes.sum() == 16
     assert quotient.link_sizes.sum() == where.network(16).link_bytes_per_s.size
     assert np.array_equal(quotient.ranks[quotient.orbit], np.arange(16) % 4)
+
+
+@pytest.mark.parametrize("name", ["ring", "zigzag", "tokenring", "mesh", "startrail"])
+def test_tasks_wait_for_each_other_one_once(name: str) -> None:
+    """What a rank's receiver has received from it is what it has sent: whoever waits for both waits for one task."""
+    p, twice = split_problem(8), 0
+    method = next(each for each in all_methods(p) if each.name == name)
+    plan, assigned = method.plan(p, "backward", COMPUTE_BOUND), method.assigned(p)
+    tasks = build_graph(plan, assigned, on_network("nodes"), use_symmetry=False).tasks
+    for first, last in pairwise(tasks.dep_start[::8].tolist()):
+        waits_for = tasks.dep_tasks[first:last].reshape(8, -1).T.tolist()
+        twice += len(waits_for) - len(set(map(tuple, waits_for)))
+    assert not twice

@@ -80,15 +80,24 @@ def left_out() -> LeftOut:
     return LeftOut([(row, config) for file, _, row, config in asked() if file == "measurements"])
 
 
+@cache
+def left_out_ms() -> list[float | None]:
+    """The simulated time of every measurement without what was fitted to its source; None where nothing was."""
+    without = left_out()
+    return [
+        1e3 * simulation(without.without(row, config)).step_s if is_fitted(row, config) else None
+        for _, _, row, config in asked()
+    ]
+
+
 def compared(runs: Runs) -> list[Compared]:
     """All measurements beside their simulation."""
-    records = runs.ask(tuple(overrides(row)) for _, _, row, _ in asked())
-    without, rows = left_out(), []
-    for (file, line, row, config), record in zip(asked(), records, strict=True):
+    records, rows = runs.ask(tuple(overrides(row)) for _, _, row, _ in asked()), []
+    for (file, line, row, _), record, other_ms in zip(asked(), records, left_out_ms(), strict=True):
         place = Source(f"{file}-line-{line}", "paper", f"analysis/published/{file}.csv line {line}: {row['source']}")
         simulated = other = step_ms(record)
-        if is_fitted(row, config):
-            other = Number(1e3 * simulation(without.without(row, config)).step_s, "simulated", (LEFT_OUT,))
+        if other_ms is not None:
+            other = Number(other_ms, "simulated", (LEFT_OUT,))
         measured = Number(float(row["measured_ms"]), "paper", (place,))
         rows.append(Compared(row, file, record.validation_kind or {}, measured, simulated, other))
     return rows
