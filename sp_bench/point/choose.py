@@ -89,9 +89,7 @@ def _fastest(request: Request, planned: Sequence[Choice], most_s: float = math.i
         best_s, first = min(timed, default=(math.inf, i))
         ruled_out = (bound_s, i) > (best_s, first) and not request.every_variant
         if not ruled_out and choice.problem.n >= LARGE:
-            in_use = {id(one.plans) for one in (choice, best) if one}
-            for other in planned:
-                _forget(None if id(other.plans) in in_use else other)
+            _forget_others(planned, choice, best)
         try:
             tried = None if ruled_out else _tried(choice, row, asked, bounds_s, best_s, nearly_alike=len(planned) > 1)
         except RequestError as error:
@@ -176,6 +174,13 @@ def _forget(beaten: Choice | None) -> None:
     """Let go of the plans of a variant that is not the fastest: those on thousands of ranks take much memory."""
     if beaten and isinstance(beaten.plans, LazyPlans):
         beaten.plans.forget()
+
+
+def _forget_others(planned: Sequence[Choice], choice: Choice, best: Choice | None) -> None:
+    """Let go of the plans of all variants but the one to be simulated and the fastest so far."""
+    for other in planned:
+        if other.plans is not choice.plans and (best is None or other.plans is not best.plans):
+            _forget(other)
 
 
 def _refuse_slow(best: Choice, cluster: Cluster, others_s: float, most_s: float) -> None:

@@ -55,7 +55,8 @@ to 8% longer than those of half the keys."""
 FEWER = 4
 """How many times as many ranks a graph has that is worth replacing by an estimate."""
 KEPT_TASKS = 4_000_000
-"""Rows of so many tasks are kept between relaxed_s and build_graph: a hundred MB."""
+"""Rows of so many tasks are kept between relaxed_s and build_graph: a hundred MB. Before a graph of more is made, the
+system gets back what has been freed."""
 LATER_WEIGHT = 1e3
 """The weight of bytes that links carry after their message (Wire.later_bytes): messages, of about 1, go first."""
 

@@ -174,8 +174,8 @@ class Rows:
         predecessors = np.empty(n * sum(map(len, self.deps)), np.int32)
         for deps in self.deps:
             of_row = predecessors[first : first + n * len(deps)].reshape(n, len(deps))
-            for tasks, column in zip(deps, of_row.T, strict=True):
-                np.add(self.own if tasks.ranks is None else tasks.ranks, tasks.row * n, out=column, casting="same_kind")
+            for place, tasks in enumerate(deps):
+                of_row[:, place] = self._numbers(tasks)
             first += of_row.size
         return predecessors
 

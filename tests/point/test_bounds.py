@@ -124,7 +124,7 @@ PACK = ("mask=document", "data=magi_attention", "seqlen=128k")
 def test_variants_that_send_the_same_have_one_bound_by_what_they_send(
     keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stands for several of them is true of each, and is found once for each phase."""
+    """A bound that stands for several of them is true of each, and is found once for each phase."""
     request = point("method=group_cast", "gpus=16", "baseline=null", *keys)
     planned, found = variants(request, [request.ours]), dict[tuple[Method, Problem, str], float]()
     for variant in planned:
@@ -310,7 +310,7 @@ def test_of_ranks_that_are_all_unlike_few_variants_are_simulated(monkeypatch: py
 
 
 def test_while_one_of_many_ranks_is_simulated_no_other_plans_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for those of the fastest so far; they are made anew if they are looked at again."""
+    """The fastest so far keeps its own. Those of others are made anew if they are looked at again."""
     request = point("method=startrail", "gpus=16", "seqlen=16k", "every_variant=true")
     held, planned, usual = list[int](), list[Choice](), choose(request)
 

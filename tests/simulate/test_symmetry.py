@@ -126,7 +126,7 @@ def test_the_quotient_counts_every_rank_and_link_once() -> None:
 
 @pytest.mark.parametrize("name", ["ring", "zigzag", "tokenring", "mesh", "startrail"])
 def test_tasks_wait_for_each_other_one_once(name: str) -> None:
-    """What a rank's receiver has received from it is what it has sent: whoever waits for both waits for one task."""
+    """A message that a rank has sent and that its receiver has received is one task to whoever waits for both."""
     p, twice = split_problem(8), 0
     method = next(each for each in all_methods(p) if each.name == name)
     plan, assigned = method.plan(p, "backward", COMPUTE_BOUND), method.assigned(p)

@@ -75,6 +75,7 @@ def asked() -> list[tuple[str, int, dict[str, str], dict[str, Any]]]:
         ]
 
 
+@cache
 def left_out() -> LeftOut:
     """The configs of measurements without what was fitted to their source."""
     return LeftOut([(row, config) for file, _, row, config in asked() if file == "measurements"])
