@@ -145,16 +145,22 @@ def _worth_simulating(question: Question, every: bool, answered: Callable[..., l
     firsts = [some[0].time for some in (advised.tied, advised.tied_validated) if some]
     limit_ms = HOPELESS * max((time.high_ms or time.step_ms for time in firsts), default=math.inf)
     advised.hopeless = {name: least_ms[name] for name in others if least_ms.get(name, 0.0) > limit_ms}
-    # Methods that take longest to simulate go first, so that no process waits for the last of them: those without a
-    # bound, then the slow ones.
-    others.reverse()
-    others.sort(key=lambda name: least_ms.get(name) != 0.0)
+    others = _longest_first(others, least_ms)
     if hopeful := [name for name in others if name not in advised.hopeless]:
         rest = of(hopeful, limit_ms)
         advised.refused |= rest.refused
         advised.hopeless |= rest.hopeless
         advised.feasible = sorted([*advised.feasible, *rest.feasible], key=_step_ms)
     return advised
+
+
+def _longest_first(names: Sequence[str], least_ms: Mapping[str, float]) -> list[str]:
+    """Methods, those with the lowest bounds first, in the order in which no process waits long for the last of them:
+    the one that a limit is least likely to end, those without a bound, which have most variants, then the others.
+    """
+    unbounded = [name for name in names if least_ms.get(name) == 0.0]
+    bounded = [name for name in names if name not in unbounded]
+    return [*bounded[:1], *unbounded, *bounded[1:]]
 
 
 def _least_of_each(question: Question, done: Show) -> dict[str, float]:

@@ -313,8 +313,7 @@ def _fill(
         link = links.misheld[i]
         links.is_misheld[link] = False
         for seat in range(g.link_seat_start[link], g.link_seat_start[link] + links.taken[link]):
-            rate = _rate_elsewhere(links, seats, seat)
-            if (seats.is_held[seat] > 0.0) == (rate < links.level[link]):
+            if _may_be_misheld(links, seats, seat, links.level[link]):
                 _hold(g, tasks, links, seats, events, held, g.hop_task[seats.hop[seat]], now)
     for i in range(n_changed):
         _schedule(g, links, events, held, links.changed[i])
@@ -417,7 +416,7 @@ def _used(
     taken_bytes_per_s, rising_load, highest, lowest, right = 0.0, 0.0, 0.0, np.inf, 0.0
     most, place = min(guess, FINITE), first * width
     for seat in range(first, last):
-        # As _rate_elsewhere, written out: plain Python would call it for each seat.
+        # Written out: plain Python would call a function for each seat.
         rate = min(level[others[place]], FINITE)
         for i in range(place + 1, place + width):
             rate = min(rate, level[others[i]])
@@ -441,13 +440,18 @@ def _above(clean_level: Floats, others: Ints, first: int, last: int, lower: floa
     return n_found
 
 
-def _rate_elsewhere(links: Links, seats: Seats, seat: int) -> float:
-    """The rate that the other links leave to a seat's flow."""
-    width = seats.width[0]
-    rate = links.level[seats.others[seat * width]]
-    for i in range(seat * width + 1, (seat + 1) * width):
-        rate = min(rate, links.level[seats.others[i]])
-    return rate
+def _may_be_misheld(links: Links, seats: Seats, seat: int, level: float) -> bool:
+    """Whether the link of a seat, which has that level, holds a flow that another link of its path has a lower one for,
+    or may have to hold one that it doesn't. A tie with the only other link leaves the flow where it is.
+    """
+    lowest, second, first = np.inf, np.inf, seat * seats.width[0]
+    for i in range(first, first + seats.width[0]):
+        other = links.level[seats.others[i]]
+        second = min(second, max(lowest, other))
+        lowest = min(lowest, other)
+    if seats.is_held[seat] > 0.0:
+        return lowest < level
+    return lowest > level or (lowest == level and second < np.inf)
 
 
 def _read_clock(links: Links, link: int, now: float) -> None:
@@ -551,7 +555,7 @@ CALLED_BY_RUN = (
     _settle,
     _mark_dirty,
     _level,
-    _rate_elsewhere,
+    _may_be_misheld,
     _read_clock,
     _hold,
     _schedule,

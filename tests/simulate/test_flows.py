@@ -104,6 +104,12 @@ def all_to_all(seed: int, ranks: int) -> tuple[list[Task], list[float]]:
     return tasks, [float(rate) for rate in rng.uniform(0.5, 2, 2 * ranks)] + [300.0]
 
 
+def between_nodes(ranks: int) -> list[Task]:
+    """A byte from each rank to all on other nodes of four, one pair after the other."""
+    pairs = [(source, target) for source in range(ranks) for target in range(ranks) if target // 4 != source // 4]
+    return [Task(1e-3 * max(source, target), 1.0, (source, ranks + target)) for source, target in pairs]
+
+
 def test_a_level_settles_about_once_in_an_instant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each event of an all-to-all changes nearly every rate, which takes no search from one wrong level to the next."""
     settle, levels, links_settled = kernel._settle, 0, 0
@@ -117,13 +123,25 @@ def test_a_level_settles_about_once_in_an_instant(monkeypatch: pytest.MonkeyPatc
         return result
 
     monkeypatch.setattr(kernel, "_settle", counted)
-    ranks, tasks = 24, list[Task]()
-    for source in range(ranks):
-        targets = [rank for rank in range(ranks) if rank // 4 != source // 4]
-        tasks += [Task(1e-3 * max(source, target), 1.0, (source, ranks + target)) for target in targets]
-    solve(graph_of(tasks, [1.0] * 2 * ranks), "python")
+    ranks = 24
+    solve(graph_of(between_nodes(ranks), [1.0] * 2 * ranks), "python")
     assert links_settled > 10 * ranks
     assert levels <= 1.5 * links_settled
+
+
+def test_a_flow_whose_links_tie_stays_where_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an all-to-all, both links of most flows have one level, whenever that changes."""
+    hold, calls, moves = kernel._hold, 0, 0
+
+    def counted(graph: Any, tasks: Any, links: Any, seats: Any, events: Any, held: Any, flow: int, now: float) -> None:
+        nonlocal calls, moves
+        before = tasks.holder[flow]
+        hold(graph, tasks, links, seats, events, held, flow, now)
+        calls, moves = calls + 1, moves + (tasks.holder[flow] != before)
+
+    monkeypatch.setattr(kernel, "_hold", counted)
+    solve(graph_of(between_nodes(24), [1.0] * 48), "python")
+    assert 0 < calls <= 1.1 * moves
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
