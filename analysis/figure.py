@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import NullLocator
+from matplotlib.transforms import Bbox
 
 from sp_bench.analysis.number import Number, Source, sources_of
 from sp_bench.methods import REGISTRY
@@ -82,8 +83,16 @@ class Figure:
         # No date and no random ids: the same numbers give the same file.
         stamp = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}[ending]
         with mpl.rc_context(STYLE):
-            self.canvas.savefig(out, format=ending, dpi=200, bbox_inches="tight", metadata=stamp)
+            self.canvas.savefig(out, format=ending, dpi=200, bbox_inches=self._box, metadata=stamp)
         return out.getvalue()
+
+    @cached_property
+    def _box(self) -> Bbox:
+        """The part that is drawn on, in inches. Everything is laid out once, for all formats."""
+        with mpl.rc_context(STYLE):
+            self.canvas.draw_without_rendering()
+            self.canvas.set_layout_engine("none")
+            return self.canvas.get_tightbbox().padded(mpl.rcParams["savefig.pad_inches"])
 
 
 STYLE: Any = {

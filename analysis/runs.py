@@ -221,6 +221,10 @@ class Runs:
         by_point = {one: request_of(one, composer) for one in points}
         requests = [request for request in by_point.values() if isinstance(request, Request)]
         done = {o.record.run_id: o.record for o in run_points(requests, folder=self.folder, reuse=True)}
+        if requests:
+            from sp_bench.measure.pool import end_forkserver
+
+            end_forkserver()
         for one, request in by_point.items():
             self._keep(one, request if isinstance(request, Record) else done[request.run_id])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -245,6 +246,14 @@ def forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def end_forkserver() -> None:
+    """End the process that ranks are forked from, unless some still run, and the memory that torch takes in it. The
+    next pool starts another one.
+    """
+    if not multiprocessing.active_children():
+        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # nothing public ends it
 
 
 def _run_rank(
