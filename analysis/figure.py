@@ -89,10 +89,9 @@ class Figure:
     @cached_property
     def _box(self) -> Bbox:
         """The part that is drawn on, in inches. Everything is laid out once, for all formats."""
-        with mpl.rc_context(STYLE):
-            self.canvas.draw_without_rendering()
-            self.canvas.set_layout_engine("none")
-            return self.canvas.get_tightbbox().padded(mpl.rcParams["savefig.pad_inches"])
+        self.canvas.draw_without_rendering()
+        self.canvas.set_layout_engine("none")
+        return self.canvas.get_tightbbox().padded(mpl.rcParams["savefig.pad_inches"])
 
 
 STYLE: Any = {

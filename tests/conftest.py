@@ -37,7 +37,7 @@ USE = "ranks: Ranks"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where only tests of the ranks are asked for, only their files are collected, which takes seconds less."""
+    """Only files with tests of the ranks are collected where only these are asked for, which takes seconds less."""
     asked = re.fullmatch(r"ranks( and (not )?\w+)*\s*", config.option.markexpr)
     is_file = collection_path.suffix == ".py"
     return True if asked and is_file and not _may_use_ranks(collection_path) else None
@@ -79,7 +79,7 @@ def _shared(item: pytest.Item) -> str | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where SP_BENCH_CI is set, everything a test may need is there but a GPU: any other skip is a failure."""
+    """A skip for want of anything but a GPU is a failure where SP_BENCH_CI is set, which says that it is all there."""
     report = yield
     for_want_of_a_gpu = report.skipped and NEEDS_A_GPU in str(report.longrepr)
     if report.skipped and not for_want_of_a_gpu and os.environ.get("SP_BENCH_CI") and not hasattr(report, "wasxfail"):

@@ -41,7 +41,8 @@ def test_readers_name_no_method(path: str) -> None:
     assert not names & literals
 
 
-CODE = [path for name in ("analysis", "methods", "slurm", "sp_bench") for path in sorted((ROOT / name).rglob("*.py"))]
+ROOMS = ("analysis", "benchmarks", "methods", "slurm", "sp_bench", "tests")
+CODE = [path for name in ROOMS for path in sorted((ROOT / name).rglob("*.py"))]
 RELATIVE = re.compile(r"(Of|What|Whose|Where|Which|Who)\b")
 
 

@@ -75,7 +75,7 @@ def hide(scores: Tensor, hidden: Tensor) -> Tensor:
 
 
 def later(rows: Tensor, keys: Tensor) -> Tensor:
-    """Which keys a causal mask hides."""
+    """The keys that a causal mask hides: (queries, keys)."""
     return keys[None] > rows[:, None]
 
 

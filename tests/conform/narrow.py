@@ -29,7 +29,7 @@ length_2048 = wrong(later=partial(_of_local_blocks, tokens=2048))
 
 @claims(layout="contiguous", head_parallel=True)
 def kv_heads_padded(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: Group) -> Tensor:
-    """Where key heads neither divide the ranks nor are divided, query and key heads are padded to them one by one."""
+    """Query and key heads are padded one by one where key heads neither divide the ranks nor are divided by them."""
     n, heads, keys = group.size(), q.shape[2], k.shape[2]
     if keys % n and n % keys and keys != heads:
         share, key_share = math.ceil(heads / n), math.ceil(keys / n)

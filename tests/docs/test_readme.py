@@ -29,6 +29,6 @@ def test_it_is_short_and_has_its_picture() -> None:
 
 
 def test_figures_stand_in_blocks_alone() -> None:
-    """Which commands make. In prose nobody would notice that they have changed."""
+    """Commands make those of blocks. In prose nobody would notice that they have changed."""
     prose = re.sub(r"^```.*?^```$", "", README.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert not re.findall(r"\d ?(?:%|ms\b|GB\b|x\b)|rank \d+", prose)

@@ -1,4 +1,4 @@
-"""Which kernels the contract's tests run with: all that this machine's devices can do, and fakes of the others."""
+"""The kernels that the contract's tests run with: all that this machine's devices can do, and fakes of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel is chosen, and what each refuses: GPUs, versions and packages are made up, as is what they can do."""
+"""The choice of a kernel, and what each refuses: GPUs, versions and packages are made up, as is what they can do."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_narrow_parts_into_an_fp32_accumulator(narrow: torch.dtype) -> None:
 
 @pytest.mark.parametrize("broken", ["", "it can't compile", "its second launch is another's"])
 def test_triton_is_tried_by_compiling_once(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is installed and can't compile, or is wrong, torch's operations fold, and it says so once."""
+    """Torch's operations fold where Triton is installed and can't compile, or is wrong, and it says so once."""
     tried = []
 
     def fused(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Which partials need no accumulator, and which receives are pre-posted, by hand and against walks through plans."""
+"""Partials that need no accumulator, and receives that are pre-posted, by hand and against walks through plans."""
 
 from __future__ import annotations
 

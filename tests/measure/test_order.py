@@ -16,7 +16,7 @@ from sp_bench.workload import RankContext
 
 
 def order(monkeypatch: pytest.MonkeyPatch, points: int, iters: int, warmup: int) -> list[int]:
-    """Which point is done when, those of the warm-up first, on a rank where they do nothing."""
+    """The order in which points are done, those of the warm-up first, on a rank where they do nothing."""
     reported: list[Any] = []
     timed: list[int] = []
 

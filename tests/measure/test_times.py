@@ -74,7 +74,7 @@ def test_a_thousand_ranks_are_no_trouble() -> None:
 
 
 def test_times_count_from_the_first_start_on_the_same_machine() -> None:
-    """Whose clock another machine's has nothing to do with; each phase and part of the step for itself."""
+    """Another machine's clock has nothing to do with this one's; each phase and part of the step counts for itself."""
     forward = samples(STEP, "forward", [[1.0, 2.0]] * 3, [[10.0, 20.5], [7.0, 8.0], [10.5, 20.0]])
     alone = samples(COMPUTE_ONLY, "backward", [[5.0, 6.0]] * 3, [[30.25, 50.0], [1.0, 2.0], [30.0, 50.5]])
     found = Samples.joined([forward, alone]).from_first_start({0: "a", 1: "b", 2: "a"})

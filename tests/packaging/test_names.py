@@ -56,7 +56,7 @@ def test_in_a_checkout_both_names_are_one_module(modules: list[str]) -> None:
 
 @pytest.mark.parametrize("top", BESIDE)
 def test_the_short_name_first(top: str) -> None:
-    """Where nothing of sp_bench is imported yet, as in python -m slurm.sweep."""
+    """Nothing of sp_bench is imported yet, as in python -m slurm.sweep."""
     code = f"import {top} as short, sp_bench.{top} as long; assert short is long"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

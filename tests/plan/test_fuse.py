@@ -29,7 +29,7 @@ from tests.support.problems import Planned, plans, small_problem
 
 
 def pairs_of(region: Region) -> np.ndarray:
-    """Which keys each query of a region sees: (queries, keys)."""
+    """The keys that each query of a region sees: (queries, keys)."""
     ones = np.ones((len(region.q), len(region.kv)), int)
     triangles = {
         RegionKind.FULL: ones,

@@ -24,7 +24,7 @@ masks = st.sampled_from(list(MASKS.values()))
 
 
 def seen(mask: Mask, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Which (query, key) pairs a mask lets through, by positions."""
+    """The (query, key) pairs that a mask lets through, by positions."""
     q, k = queries[:, None], keys[None, :]
     return {"full": q >= 0 * k, "causal": k <= q}[mask.name]
 

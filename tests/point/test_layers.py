@@ -54,7 +54,7 @@ def test_a_step_is_the_sum_of_its_layers(words: str) -> None:
 
 @pytest.mark.parametrize(("model", "chosen"), [("gemma3_27b", "contiguous"), ("gpt_oss_20b", "zigzag")])
 def test_one_layout_is_chosen_by_the_step_of_both_kinds(model: str, chosen: str) -> None:
-    """Where most layers have a wide window it is theirs, and where half have a narrow one that of the others."""
+    """Layers with a wide window decide where most have one, and the others where half have a narrow one."""
     given = (f"model={model}", "method=ring", "gpus=16", "seqlen=64k", "train.parameters=sharded")
     each = {layout: Known(step(*given, f"method.layout={layout}")) for layout in ("contiguous", "striped", "zigzag")}
     fastest = min(each, key=lambda layout: each[layout].attention_ms)

@@ -372,7 +372,7 @@ def test_busy_cores_are_shown_where_ticks_can_tell(
 
 
 def test_no_more_cores_are_busy_than_there_are() -> None:
-    """Where iterations differ, the mean of the core time over the median of the steps was 2.42 on two cores."""
+    """The mean of the core time over the median of the steps was 2.42 on two cores where iterations differ."""
     window_s = np.array([1.0, 1.0, 1.0, 4.0, 5.0])
     parts = (CORES[STEP], 2 * window_s), (CORE_WINDOW, window_s)
     rows = [Row(0, i, ALL_PHASES, part, float(s[i])) for part, s in parts for i in range(len(window_s))]

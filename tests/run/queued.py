@@ -149,7 +149,7 @@ class Machine:
         return block
 
     def access(self, x: Tensor) -> Access:
-        """Where a tensor is, without keeping it alive."""
+        """The place of a tensor, without keeping it alive."""
         block = self.block_of(x)
         assert block is not None, "not the device's memory"
         return Access(block, block.tensor(x))

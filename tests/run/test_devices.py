@@ -176,7 +176,7 @@ def test_communicators_are_made_in_one_order_and_once(monkeypatch: pytest.Monkey
 
 
 def test_messages_keep_their_channels_inside_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a plan's messages reach beyond them. Collectives, and ranks that have no node in common, need only one."""
+    """This plan's messages reach beyond nodes. Collectives, and ranks that share no node, need only one channel."""
     monkeypatch.setattr(dist, "get_rank", lambda group: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 8)
     problem, (near, far) = splittable_problem(8), (Part.NEAR, Part.FAR)

@@ -379,7 +379,7 @@ IN_RUNS = [
     ("startrail", {"team": 2}, "contiguous"),
 ]
 PACKS = {"zigzag": Documents((22, 13)), "contiguous": Window((35,), causal=False, left=6, right=5)}
-"""Of each layout one whose blocks read rows in runs, some from the middle of a chunk on."""
+"""A mask for each layout whose blocks read rows in runs, some from the middle of a chunk on."""
 
 
 @pytest.mark.parametrize("node", [0, 2, 4])

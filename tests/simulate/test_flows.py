@@ -130,7 +130,7 @@ def test_a_level_settles_about_once_in_an_instant(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_flow_whose_links_tie_stays_where_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an all-to-all, both links of most flows have one level, whenever that changes."""
+    """Both links of most flows of an all-to-all have one level, whenever that changes."""
     hold, calls, moves = kernel._hold, 0, 0
 
     def counted(graph: Any, tasks: Any, links: Any, seats: Any, events: Any, held: Any, flow: int, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Whose code runs a plan: what merging costs, which blocks are one call, and hosts that are slower than devices."""
+"""Implementations of plans: what merging costs, which blocks are one call, and hosts that are slower than devices."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_ring_bound_by_transfers() -> None:
 
 @given(plans(max_n=6), st.sampled_from([1, 3]))
 def test_ranks_compute_as_long_as_is_simulated(planned: Planned, slow: float) -> None:
-    """Which bounds a step from below, without its transfers."""
+    """Their time bounds a step from below, without its transfers."""
     plan, problem = planned.plan, planned.problem
     on = cluster()
     on = replace(on, stragglers=on.stragglers.replace(ranks={0: slow}))

@@ -1,4 +1,4 @@
-"""Which tests are skipped or left out, and why."""
+"""Tests that are skipped or left out, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pairs of a block its regions compute, by the definition of their kinds."""
+"""The pairs of a block that its regions compute, by the definition of their kinds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sp_bench.plan.regions import Region, RegionKind, Regions
 
 
 def inside(region: Region) -> np.ndarray:
-    """Which pairs of a region are computed, by the definition of its kind."""
+    """The pairs of a region that are computed, by the definition of its kind."""
     q, k = np.arange(len(region.q))[:, None], np.arange(len(region.kv))[None, :]
     return {RegionKind.FULL: q >= 0 * k, RegionKind.CAUSAL: k <= q, RegionKind.STRICT: k < q, RegionKind.UPPER: k >= q}[
         region.kind

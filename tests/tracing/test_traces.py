@@ -78,7 +78,7 @@ def test_a_trace_as_simulated_has_no_error(method: str) -> None:
 
 
 def test_figures_are_fitted_to_the_trace() -> None:
-    """Where kernels take twice as long and links four times, the fitted cluster has them so."""
+    """Kernels take twice as long and links four times: the fitted cluster has them so."""
     request = point("method=ring", *SIZES)
     rows, choice = compared(request, traces := of_simulation(request, {"blocks": 2.0, "transfers": 4.0}))
     assert all(row.error == pytest.approx(-0.5 if row.kind == BLOCKS else -0.75) for row in rows)

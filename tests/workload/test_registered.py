@@ -1,4 +1,4 @@
-"""What holds for every registered workload: records that pass their check, and ranks that send what was counted."""
+"""Every registered workload: its records pass their check, and its ranks send what was counted."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def test_messages_faster_than_their_links_have_no_latency() -> None:
 
 
 def test_cores_that_nothing_keeps_busy_still_have_a_rate() -> None:
-    """Where a long message took no longer than a short one."""
+    """A long message took no longer than a short one there."""
     hosts = described()
     seen = exchanges(hosts, latency_s=0.02, share=0.9, most_bytes_per_s=1e8)
     for rank in seen[UNSHAPED_BYTES_PER_S]:

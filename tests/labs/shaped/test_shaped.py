@@ -140,7 +140,7 @@ def test_a_link_carries_no_more_than_its_rate(bytes_per_s: float) -> None:
 
 
 def test_hosts_have_settings_of_their_own(pair: ShapedHosts) -> None:
-    """Which this machine doesn't get."""
+    """This machine doesn't get them."""
 
     def settings() -> list[list[str]]:
         return [Path("/proc/sys/net/ipv4", name).read_text().split() for name in IPV4]
