@@ -6,7 +6,8 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,38 +103,36 @@ def _report(arguments: Sequence[str]) -> int:
 def reproduce(chosen: Sequence[Study], out: Path, *, with_notebooks: bool) -> int:
     """Write the report and its parts to `out`; returns the exit code, 1 if a notebook has an error."""
     console, started, ran = Console(), time.perf_counter(), []
-    runs = Runs(out / "records", progress=ran.append)
     by_study: dict[str, list[Section]] = {}
-    for study in chosen:
-        begun, before = time.perf_counter(), len(ran)
-        with console.status(study.title):
-            sections = by_study[study.title] = study.sections(replace(runs, options=study.options))
-        points, seconds = len(ran) - before, time.perf_counter() - begun
-        console.print(f"{study.title}: {len(sections)} sections, {points} points in {seconds:.0f} s", highlight=False)
-    failed = []
-    with console.status("report"), ThreadPoolExecutor(runs.workers) as pool:
-        executed = []
-        if with_notebooks:
-            from sp_bench.analysis import notebooks
+    executed: dict[str, Future[str]] = {}
+    # Those of earlier studies are executed while points of later ones are simulated, and none while one is measured.
+    runs = Runs(out / "records", progress=ran.append, leave_alone=lambda: wait_for(executed.values()))
+    with ThreadPoolExecutor(runs.workers) as pool:
+        for study in chosen:
+            begun, before = time.perf_counter(), len(ran)
+            with console.status(study.title):
+                sections = by_study[study.title] = study.sections(replace(runs, options=study.options))
+            took = f"{len(ran) - before} points in {time.perf_counter() - begun:.0f} s"
+            console.print(f"{study.title}: {len(sections)} sections, {took}", highlight=False)
+            if with_notebooks:
+                from sp_bench.analysis import notebooks
 
-            # Each is executed by a process of its own, which the processes of points leave the cores to.
-            runs.rest()
-            folders = out / "notebooks", out / "records"
-            executed = [(study.name, pool.submit(notebooks.execute, study.name, *folders)) for study in chosen]
-        report.write(
-            out / "report.html",
-            "Sequence-parallel attention: the papers' figures and ours",
-            by_study,
-            "Every number links to its source: a record (with the command that makes it again), a formula, or the"
-            " paper's table.",
-        )
-        for name, notebook in executed:
-            if error := notebook.result():
-                failed.append(name)
-                console.print(f"notebook {name}: {error}", highlight=False)
+                executed[study.name] = pool.submit(notebooks.execute, study.name, out / "notebooks", runs.folder)
+        runs.rest()
+        with console.status("report"):
+            report.write(
+                out / "report.html",
+                "Sequence-parallel attention: the papers' figures and ours",
+                by_study,
+                "Every number links to its source: a record (with the command that makes it again), a formula, or the"
+                " paper's table.",
+            )
+            errors = {name: error for name, notebook in executed.items() if (error := notebook.result())}
+    for name, error in errors.items():
+        console.print(f"notebook {name}: {error}", highlight=False)
     seconds = time.perf_counter() - started
     console.print(f"{out / 'report.html'}: {len(ran)} points, {seconds:.0f} s", highlight=False)
-    return 1 if failed or runs.failed else 0
+    return 1 if errors or runs.failed else 0
 
 
 if __name__ == "__main__":

@@ -40,6 +40,9 @@ Key = TypeVar("Key")
 Item = TypeVar("Item")
 FEW = 4
 """A worker process is started for at least this many points, since it takes a second to start."""
+LARGE = 2048
+"""Points of so many GPUs are simulated by new worker processes: they take more than a GB, and what a process has kept
+of earlier points would come on top."""
 Worker = subprocess.Popen[str]
 
 
@@ -134,6 +137,8 @@ class Runs:
     """The folder of the page, for figures that write files beside it."""
     failed: list[str] = field(default_factory=list)
     """Failures in words; figures add to them."""
+    leave_alone: Callable[[], object] = lambda: None
+    """Called before points are measured: it returns when nothing else runs on this machine."""
     _known: dict[Point, Record] = field(default_factory=dict, repr=False)
     _processes: _Processes = field(default_factory=_Processes, repr=False)
 
@@ -206,6 +211,8 @@ class Runs:
     def _simulate(self, points: Sequence[Point], composer: Composer) -> None:
         """Simulate points, in worker processes where they are many or processes are idle."""
         workers = min(self.workers, max(len(points) // FEW, min(len(points), len(self._processes.idle))))
+        if any(_gpus(one) >= LARGE for one in points):
+            self.rest()
         if workers > 1:
             self._ask_workers(points, workers)
         for one in points:
@@ -220,6 +227,8 @@ class Runs:
         """Measure all points at once: consecutive points of one problem are timed in turn, so they can be compared."""
         by_point = {one: request_of(one, composer) for one in points}
         requests = [request for request in by_point.values() if isinstance(request, Request)]
+        if requests:
+            self.leave_alone()
         done = {o.record.run_id: o.record for o in run_points(requests, folder=self.folder, reuse=True)}
         if requests:
             from sp_bench.measure.pool import end_forkserver
@@ -274,9 +283,14 @@ def _largest_first(one: Point) -> tuple[int, str, list[str], str]:
     clusters alone, whose plans are often the same.
     """
     given = _given(one)
-    gpus, cluster = given.get("gpus", ""), given.get("cluster", "")
     others = [text for text in one if not text.startswith("cluster=")]
-    return -int(gpus) if gpus.isdecimal() else 0, given.get("method", ""), others, cluster
+    return -_gpus(one), given.get("method", ""), others, given.get("cluster", "")
+
+
+def _gpus(one: Point) -> int:
+    """The GPUs that a point says it has; 0 if it says nothing."""
+    gpus = _given(one).get("gpus", "")
+    return int(gpus) if gpus.isdecimal() else 0
 
 
 def is_measured(one: Point) -> bool:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import nbformat
 import pytest
 
 from sp_bench import records
 from sp_bench.analysis import notebooks, paper_tables, reproduce, studies
+from sp_bench.analysis import runs as runs_module
 from sp_bench.analysis.number import of_record
 from sp_bench.analysis.runs import FEW, Runs, from_both_ends, is_measured, point
+from sp_bench.analysis.section import Section
 from sp_bench.machine import cores_here
 from sp_bench.resources import ROOT
 
@@ -181,6 +187,27 @@ def test_processes_are_kept_for_the_next_points(tmp_path: Path, monkeypatch: pyt
     assert [process.poll() for process in started] == [0, 0]
 
 
+@pytest.mark.long
+def test_large_points_are_simulated_by_new_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = list[subprocess.Popen[str]](), subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **keys: started.append(start(*a, **keys)) or started[-1])
+    monkeypatch.setattr(runs_module, "LARGE", 8)
+    runs = Runs(tmp_path, workers=2)
+    for gpus, alive in ((4, [None, None]), (8, [0, 0, None, None])):
+        runs.ask(point(method="ring", **{**SMALL, "heads": n, "gpus": gpus}) for n in range(1, 2 * FEW + 1))
+        assert [process.poll() for process in started] == alive
+
+
+def test_nothing_else_runs_while_points_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = list[str]()
+    monkeypatch.setattr(runs_module, "run_points", lambda *_, **__: done.append("measured") or [])
+    runs = Runs(tmp_path, leave_alone=lambda: done.append("left alone"))
+    runs.ask([point(mode="measure", gpus=10**6, seqlen="1M")])  # which is refused
+    with pytest.raises(KeyError):  # the record that run_points would have made
+        runs.ask([point(mode="measure", cluster="local", gpus=2, seqlen="4k", heads=4, head_dim=64)])
+    assert done == ["measured", "left alone", "measured"]
+
+
 def test_points_on_most_gpus_are_run_first(tmp_path: Path) -> None:
     """Those that differ by their clusters alone follow one another; records come as they were asked for."""
     ran = list[str]()
@@ -269,6 +296,36 @@ def test_one_command_makes_everything(tiny: Path, tmp_path: Path, capsys: pytest
     assert reproduce.main(["paper=tiny", f"out={out}"]) == 1
     assert "notebook tiny: ZeroDivisionError: division by zero" in capsys.readouterr().out
     assert [found.run_id for found in records.read_all(out / "records")] == [record.run_id]
+
+
+def test_notebooks_are_executed_while_points_of_the_next_study_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, executed = Event(), list[str]()
+
+    def execute(name: str, out: Path, records: Path) -> str:
+        assert (out, records) == (tmp_path / "notebooks", tmp_path / "records")
+        executed.append(name)
+        first.set()
+        return "" if name == "one" else f"{name} is wrong"
+
+    @dataclass
+    class Fake:
+        name: str
+        title: str = "A study"
+        options: Mapping[str, str] = field(default_factory=dict)
+
+        def sections(self, runs: Runs) -> list[Section]:
+            assert self.name == "one" or first.wait(60)
+            runs.leave_alone()
+            assert self.name == "one" or executed == ["one"]
+            return []
+
+    monkeypatch.setattr(notebooks, "execute", execute)
+    chosen: list[Any] = [Fake("one"), Fake("two", "Another one")]
+    assert reproduce.reproduce(chosen, tmp_path, with_notebooks=True) == 1
+    assert executed == ["one", "two"]
+    assert "notebook two: two is wrong\n" in capsys.readouterr().out
 
 
 def test_a_notebook_is_written_without_running_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
