@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from functools import cache
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from sp_bench.lower import NCCL, Lowering, TensorSpec, TransportKind, lower
 from sp_bench.plan.cast_rows import rows_read, works_of
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import untouched_partials
+from sp_bench.plan.memo import keep
 from sp_bench.plan.ops import Block, Bundle, Chunk, Fused, Gathered, Op, Plan, RowSums, Transfer
 from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
@@ -40,17 +42,30 @@ def buffer_bytes(plans: Iterable[Plan], problem: Problem, transport: TransportKi
     return sum(math.prod(shape) * DTYPE_BYTES[dtype] * number for (shape, dtype), number in kept.items())
 
 
+_BUFFERS: WeakKeyDictionary[Plan, dict[tuple[Problem, TransportKind], Counter[TensorSpec]]] = WeakKeyDictionary()
+_MOVING: WeakKeyDictionary[Plan, dict[Problem, int]] = WeakKeyDictionary()
+
+
 def _buffers(plan: Plan, problem: Problem, transport: TransportKind) -> Counter[TensorSpec]:
-    """How many receive and staging buffers of each shape and dtype a plan needs."""
+    """How many receive and staging buffers of each shape and dtype a plan needs, cached."""
+    known, key = _BUFFERS.setdefault(plan, {}), (problem, transport)
+    if key in known:
+        return known[key]
     lowering = lower(plan, problem, transport)
     received = (specs for _, specs in lowering.allocations())
-    return Counter(spec for specs in (*received, *lowering.staging_buffers.values()) for spec in specs)
+    specs = Counter(spec for specs in (*received, *lowering.staging_buffers.values()) for spec in specs)
+    return keep(known, key, specs)
 
 
 def _moving_bytes(plan: Plan, problem: Problem) -> int:
-    """The most bytes that inputs, partials, block results and outputs take at one time, on any rank.
+    """The most bytes that inputs, partials, block results and outputs take at one time, on any rank, cached."""
+    known = _MOVING.setdefault(plan, {})
+    return known[problem] if problem in known else keep(known, problem, _most_moving_bytes(plan, problem))
 
-    Ranks differ where rows of keys are cast: in how many rows they have, and in which operation they have most.
+
+def _most_moving_bytes(plan: Plan, problem: Problem) -> int:
+    """`_moving_bytes`. Ranks differ where rows of keys are cast: in how many rows they have, and in which operation
+    they have most.
     """
     flow, lowering = dataflow(plan), lower(plan, problem)
     unsummed = lowering.unsummed
@@ -80,17 +95,18 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     released = {index: len(plan.ops) - 1 for index, _ in plan.transfers}
     released |= released_by(plan, lowering.waits)
     of_rows = _bytes_of_rows(plan, problem, unsummed)
-    for value in flow.first_use:
+    for value, first in flow.first_use.items():
         if value.chunk not in elsewhere:
             last, summed = flow.last_use[value], value.chunk not in unsummed
-            size = of_rows[value.chunk] if value.chunk in of_rows else held_bytes(value.chunk.tensor, summed)
+            in_rows = of_rows and value.chunk in of_rows
+            size = of_rows[value.chunk] if in_rows else held_bytes(value.chunk.tensor, summed)
         elif value.chunk in made:
             last = flow.last_use[value]
             last = len(plan.ops) if isinstance(plan.ops[last], Transfer) else last
             size = sum(problem.field_bytes(field, wire=False) for field in made[value.chunk])
         else:
             continue
-        change[flow.first_use[value]] += size
+        change[first] += size
         change[released.get(last, last) + 1] -= size
     alive = np.cumsum(_rows_of(change, owners.size), axis=0)[: len(plan.ops)]
     result: list[np.ndarray | int] = [0] * len(plan.ops)

@@ -84,9 +84,25 @@ def _stretches_of(
     """(the chunk of queries, the first query in it, the number of queries of each stretch; `below` of these and of each
     chunk of keys: (4, keys, stretches)), by position. The chunks have no common query.
     """
-    chunk, start, stop = by_position(queries)
+    chunk, row, count, seen = stretches(mask, queries, keys)
     if not chunk.size:
         return chunk, chunk, chunk, np.zeros((4, len(keys), 0), np.int64)
+    below = keys_below(keys, seen.ravel()).astype(np.int64).reshape(len(keys), 4, -1).swapaxes(0, 1)
+    return chunk, row, count, below
+
+
+def stretches(
+    mask: Sight, queries: Sequence[Runs], keys: Sequence[Runs]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(the chunk of queries, the first query in it, the number of queries of each stretch; the first key that its first
+    query sees, that of its last one, and the keys behind the last ones of both: (4, stretches)), by position.
+
+    Along a stretch, what a query sees of each chunk of keys stays or moves on by a key a query at either end. The chunks
+    of queries have no common one.
+    """
+    chunk, start, stop = by_position(queries)
+    if not chunk.size:
+        return chunk, chunk, chunk, np.zeros((4, 0), np.int64)
     q = Runs(start, stop, queries[0].step)
     tokens = q.tokens
     first, _ = first_rows(chunk, tokens)
@@ -99,9 +115,8 @@ def _stretches_of(
     run = np.searchsorted(behind, row, "right")
     into = row - (behind - tokens)[run]
     at = q.start[run] + into * q.step
-    seen = np.concatenate(mask.sees(np.concatenate([at, at + (count - 1) * q.step])))
-    below = keys_below(keys, seen).astype(np.int64).reshape(len(keys), 4, -1).swapaxes(0, 1)
-    return chunk[run], first[run] + into, count, below
+    seen = np.stack(mask.sees(np.concatenate([at, at + (count - 1) * q.step])))
+    return chunk[run], first[run] + into, count, seen.reshape(4, -1)
 
 
 def keys_below(keys: Sequence[Runs], positions: np.ndarray) -> np.ndarray:

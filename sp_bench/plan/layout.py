@@ -192,6 +192,8 @@ class Shards:
         """How many tokens each of one or an array of ranks owns; a single number where all own the same."""
         if self.cuts:
             return _of(self._cut_tokens, rank)
+        if isinstance(rank, np.ndarray) and not self.is_even:
+            return self._rank_tokens[rank]
         return sum(layout.tokens(rank, self.n, seqlen) for layout, seqlen in self._assigned)
 
     def chunk_tokens(self, chunk) -> Any:
@@ -249,6 +251,12 @@ class Shards:
         """The layout and the tokens of each stretch."""
         *before, last = self.stretches
         return (*((self.layout.of_history, seqlen) for seqlen in before), (self.layout, last))
+
+    @cached_property
+    def _rank_tokens(self) -> np.ndarray:
+        """How many tokens each rank owns: (n,). Costs of a plan ask for them once for each of its operations."""
+        every = sum(layout.tokens(np.arange(self.n), self.n, seqlen) for layout, seqlen in self._assigned)
+        return np.broadcast_to(every, self.n)
 
     @cached_property
     def _cut_tokens(self) -> np.ndarray:

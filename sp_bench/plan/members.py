@@ -6,14 +6,19 @@ from functools import lru_cache
 
 import numpy as np
 
-from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.groups import Exchange, Grid, Group
 
 
 @lru_cache(maxsize=1024)  # 32 MB of 4096 ranks
-def members(group: Group | Exchange, shift: int, n: int) -> np.ndarray:
+def members(group: Group | Exchange | Grid, shift: int, n: int) -> np.ndarray:
     """The rank that is `shift` positions ahead of each of n ranks: (n,), read-only. The last ones are kept: thousands
     of messages of a method's variants go to the same ranks.
     """
     ahead = group.member(np.arange(n), shift)
     ahead.flags.writeable = False
     return ahead
+
+
+def ahead(group: Group | Exchange | Grid, shift: int, rank, n: int):
+    """The rank that is `shift` positions ahead of one or an array of n ranks."""
+    return members(group, shift, n)[rank] if isinstance(rank, np.ndarray) else group.member(rank, shift)

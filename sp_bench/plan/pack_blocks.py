@@ -12,11 +12,11 @@ import numpy as np
 from sp_bench.plan.assignments import AssignedLayout
 from sp_bench.plan.blocks import PairBlocks
 from sp_bench.plan.cells import cells_of
-from sp_bench.plan.intervals import covered, regions_of_runs
+from sp_bench.plan.intervals import covered, keys_below, regions_of_runs
 from sp_bench.plan.layout import Positions, Shards
-from sp_bench.plan.pair_counts import pair_counts
+from sp_bench.plan.pair_counts import pair_counts, pair_counts_of_striped
 from sp_bench.plan.regions import Regions
-from sp_bench.plan.runs import Runs, by_position, runs_of
+from sp_bench.plan.runs import Runs, by_position, neighbouring, runs_of
 
 if TYPE_CHECKING:
     from sp_bench.plan.documents import Packed
@@ -109,9 +109,22 @@ class PackBlocks(PairBlocks):
 
     @cached_property
     def pairs(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
-        owner = self.owner
-        key_owner = self.key_owner if self.mask.new else owner
-        return pair_counts(owner, key_owner, self.chunks, *self.mask.sees(self.mask.query_positions)).ravel()
+        if self._neighbours is None and self.chunks > 1 and self._keys_are_dealt:
+            seen = self.mask.sees(self.mask.query_positions)
+            return pair_counts_of_striped(self.owner, self.chunks, *seen).ravel()
+        queries = [*map(neighbouring, self._runs)]
+        keys = [*map(neighbouring, self._key_runs)] if self.mask.new else queries
+        return pair_counts(self.mask, queries, keys).ravel()
+
+    @property
+    def _keys_are_dealt(self) -> bool:
+        """Whether keys are dealt to chunks one by one."""
+        every = range(self.keys.seqlen)
+        dealt = (runs_of([every[chunk :: self.chunks]]) for chunk in range(self.chunks))
+        return all(
+            runs.step == each.step and all(map(np.array_equal, runs[:2], each[:2]))
+            for runs, each in zip(self._key_runs, dealt, strict=True)
+        )
 
     @cached_property
     def computes(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -208,17 +221,16 @@ class PackBlocks(PairBlocks):
     @cached_property
     def tokens_of_documents(self) -> np.ndarray:
         """Queries of each document in each chunk: (documents, chunks)."""
-        return self._by_document(self.mask.queries, self.owner)
+        return self._by_document(self._runs)
 
     @cached_property
     def keys_of_documents(self) -> np.ndarray:
         """Keys of each document in each chunk: (documents, chunks)."""
-        return self._by_document(self.mask.lengths, self.key_owner) if self.mask.new else self.tokens_of_documents
+        return self._by_document(self._key_runs) if self.mask.new else self.tokens_of_documents
 
-    def _by_document(self, lengths: Sequence[int], owner: np.ndarray) -> np.ndarray:
-        documents = np.arange(len(lengths))
-        cell = np.repeat(documents, lengths) * self.chunks + owner
-        return np.bincount(cell, minlength=documents.size * self.chunks).reshape(documents.size, -1)
+    def _by_document(self, runs: Sequence[Runs]) -> np.ndarray:
+        """How many of each chunk's positions are of each document."""
+        return np.diff(keys_below(runs, self.mask.edges).astype(np.int64), axis=1).T
 
     @cached_property
     def shapes(self) -> Shapes:

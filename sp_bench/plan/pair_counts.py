@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+
+from sp_bench.plan.intervals import Sight, stretches
+from sp_bench.plan.runs import Runs, by_position
 
 RUNS_AT_ONCE = 1024
 """Few enough that counts by chunk stay in a cache."""
 
 
-def pair_counts(
-    owner: np.ndarray, key_owner: np.ndarray, chunks: int, first: np.ndarray, stop: np.ndarray
-) -> np.ndarray:
-    """(query, key) pairs between any two chunks: (chunks, chunks), by query and key chunk.
+def pair_counts(mask: Sight, queries: Sequence[Runs], keys: Sequence[Runs]) -> np.ndarray:
+    """(query, key) pairs between any two of as many chunks of queries and of keys, all of their runs those of
+    neighbours: (chunks, chunks), by query and key chunk.
 
-    `owner` is the chunk of each query, `first` and `stop` what it sees, (queries,) each, `key_owner` the chunk of each
-    key, (keys,). Takes time and memory in proportion to the runs of keys of one chunk, times the chunks.
+    Takes time and memory in proportion to the runs of keys, times the chunks.
     """
-    if chunks > 1 and np.array_equal(key_owner, np.arange(key_owner.size) % chunks):
-        return _striped_keys_below(owner, chunks, stop) - _striped_keys_below(owner, chunks, first)
-    begins = np.append(True, key_owner[1:] != key_owner[:-1])
-    starts, run_of = np.flatnonzero(begins), np.append(np.cumsum(begins, dtype=np.int32) - 1, 0)
-    run_of[-1] = starts.size - 1  # what is seen may end where the keys do
-    of, lengths = key_owner[starts], np.diff(np.append(starts, key_owner.size))
-    # What a query sees ends within one run and starts within another, whose keys are counted here.
+    chunks = len(keys)
+    owner, _, count, (first, last_first, stop, last_stop) = stretches(mask, queries, keys)
+    of, starts, stops = by_position(keys)
+    lengths = stops - starts
+    # What a query sees ends within one run and starts within another, whose keys are counted here. Along a stretch of
+    # queries that are as many more, or as many fewer, with each.
     partly, changes = np.zeros(chunks**2), []
-    for sign, limit in ((1, stop), (-1, first)):
-        run = run_of[limit]
-        partly += sign * np.bincount(owner * chunks + of[run], limit - starts[run], chunks**2)
-        changes.append((-sign, *_counted(run * chunks + owner)))
+    for sign, low, high in ((1, stop, last_stop), (-1, first, last_first)):
+        run = np.maximum(np.searchsorted(starts, low, "right") - 1, 0)
+        inside = np.minimum(low - starts[run], lengths[run]) + np.minimum(high - starts[run], lengths[run])
+        partly += sign * np.bincount(owner * chunks + of[run], count * inside, chunks**2)
+        changes.append((-sign, *_counted(run * chunks + owner, count)))
+    partly /= 2
     # How many queries of each chunk see all of a run, since what they see starts before it and ends behind it.
     pairs, seeing = partly.reshape(chunks, chunks).astype(np.int64), np.zeros(chunks, np.int64)
     for low in range(0, starts.size, RUNS_AT_ONCE):
@@ -49,11 +53,17 @@ def pair_counts(
     return pairs
 
 
-def _counted(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct cells, ascending, and how often each occurs; fast where neighbours are mostly equal."""
-    first = np.flatnonzero(np.append(True, cells[1:] != cells[:-1]))
-    different, number = np.unique(cells[first], return_inverse=True)
-    return different, np.bincount(number, np.diff(np.append(first, cells.size))).astype(np.int64)
+def _counted(cells: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct cells, ascending, and how often each occurs, if each of `cells` does so many times."""
+    different, number = np.unique(cells, return_inverse=True)
+    return different, np.bincount(number, times).astype(np.int64)
+
+
+def pair_counts_of_striped(owner: np.ndarray, chunks: int, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """`pair_counts` where keys are dealt to chunks one by one: every query sees the keys from `first` to the one before
+    `stop`, and is of the chunk `owner`, (queries,) each.
+    """
+    return _striped_keys_below(owner, chunks, stop) - _striped_keys_below(owner, chunks, first)
 
 
 def _striped_keys_below(owner: np.ndarray, chunks: int, limit: np.ndarray) -> np.ndarray:

@@ -67,12 +67,15 @@ def first_rows(owner: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.nd
 
 def in_runs(chunks: Sequence[Runs]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Each run of neighbouring positions of some chunks: (chunk, start, stop), (runs,) each."""
-    near = [runs if runs.step == 1 else _each_alone(runs) for runs in chunks]
+    near = [neighbouring(runs) for runs in chunks]
     chunk = np.repeat(np.arange(len(near)), [runs.start.size for runs in near])
     return chunk, np.concatenate([runs.start for runs in near]), np.concatenate([runs.stop for runs in near])
 
 
-def _each_alone(runs: Runs) -> Runs:
+def neighbouring(runs: Runs) -> Runs:
+    """The same positions as runs of neighbours: each alone where they are apart."""
+    if runs.step == 1:
+        return runs
     ends = zip(runs.start.tolist(), runs.stop.tolist(), strict=True)
     positions = np.concatenate([np.arange(start, stop, runs.step) for start, stop in ends])
     return Runs(positions, positions + 1)

@@ -8,6 +8,7 @@ from typing import Any
 from sp_bench.plan.cast_rows import rows_moved
 from sp_bench.plan.demand import Wanted
 from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.members import ahead
 from sp_bench.plan.ops import AllToAll, Collective, GroupCast, Pass, RowCollective, Transfer, TreeReduce
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Field, Kind
@@ -51,16 +52,14 @@ def messages(op: Transfer, problem: Problem, rank, wanted: Wanted | None = None)
         if isinstance(op, TreeReduce):
             return [{name: each.owners * size for name, size in piece.items()} for each in op.rounds]
         return [piece] * (op.group.size - 1)
-    moves = True
-    if isinstance(op.group, Exchange):
-        moves = op.target(rank) != rank
+    target = ahead(op.group, op.shift, rank, problem.n)
+    moves = target != rank if isinstance(op.group, Exchange) else True
     if wanted is not None:
-        moves = moves * wanted.there[op.target(rank)]
-    of_statistics = tokens = _rows_sent(op, problem, rank)
-    if wanted is not None and wanted.rows is not None:
-        tokens = wanted.rows.counts(op.target(rank))
-    rows = {field.name: of_statistics if field.kind is Kind.STATISTIC else tokens for field in op.tensor.fields}
-    return [{name: moves * rows[name] * size for name, size in problem.sent_bytes(op.tensor).items()}]
+        moves = moves * wanted.there[target]
+    in_runs = None if wanted is None or wanted.rows is None else moves * wanted.rows.counts(target)
+    whole = moves * _rows_sent(op, problem, rank) if in_runs is None or op.tensor.has_statistics else 0
+    rows = {f.name: whole if in_runs is None or f.kind is Kind.STATISTIC else in_runs for f in op.tensor.fields}
+    return [{name: rows[name] * size for name, size in problem.sent_bytes(op.tensor).items()}]
 
 
 def _rows_sent(op: Pass, problem: Problem, rank):
@@ -73,7 +72,9 @@ def _rows_sent(op: Pass, problem: Problem, rank):
 
 def _chunk_rows(op: Pass, problem: Problem, rank):
     """How many tokens the chunks have that one or an array of ranks sends, or sends some of."""
-    return problem.field_tokens(op.send.tensor.fields[0], 0 if problem.is_even else op.send.owner(rank))
+    chunk = op.send
+    owner = 0 if problem.is_even else ahead(chunk.home, chunk.index, rank, problem.n)
+    return problem.field_tokens(chunk.tensor.fields[0], owner)
 
 
 def share_sent(op: Pass, problem: Problem, rank):

@@ -27,6 +27,7 @@ from sp_bench.lower import DEFAULT_TRANSPORT
 from sp_bench.plan.documents import Documents
 from sp_bench.plan.groups import is_shared
 from sp_bench.plan.mask import WHOLE
+from sp_bench.plan.memo import keep
 from sp_bench.plan.ops import AllToAll, Plan, RowCollective
 from sp_bench.plan.transfers import peers
 from sp_bench.point.choose import TooSlowError, simulated
@@ -53,6 +54,9 @@ OF_NO_TIME = ("peak_tflops", "memory_bytes", "caches")
 """Figures of a device that change no simulated time of what is measured: there are no decode steps among that."""
 OF_PACKS = ("variable", "variable_least_s", "variable_block_s")
 """Figures of a table of rates that change the times of calls for variable lengths alone: those of packs."""
+FEW = 64
+"""How many hashes of figures are kept."""
+_HASHES: dict[tuple[str, bool, bool, str], str] = {}
 
 
 class Kind(NamedTuple):
@@ -200,16 +204,29 @@ def figures_of(config: Mapping[str, Any], kind: Kind, *kernels: str) -> list[str
     Neither the cluster's name nor where its figures are from is part of it. What connects nodes is, where there are
     several. `kernels` are the kernel figures that are simulated with (Device.figures).
     """
+    text, between_nodes, of_packs = repr(config), kind.links == BETWEEN_NODES, kind.mask == PACKS
+
+    def of(kernel: str) -> str:
+        key = text, between_nodes, of_packs, kernel
+        if key in _HASHES:
+            return _HASHES[key]
+        figures = _figures(config, between_nodes=between_nodes, of_packs=of_packs)
+        return keep(_HASHES, key, digest({"kernel": kernel, **figures}), FEW)
+
+    return [of(kernel) for kernel in kernels]
+
+
+def _figures(config: Mapping[str, Any], *, between_nodes: bool, of_packs: bool) -> dict[str, Any]:
+    """All that figures_of hashes but the kernel, of points between nodes or within one, of packs or of other masks."""
     section = msgspec.to_builtins(read(ClusterSection, config, "cluster"), str_keys=True)
     names = ("cores", "gpus_per_node", "intra", "lab", "hosts")
-    names += ("inter", "fabric", "placement") if kind.links == BETWEEN_NODES else ()
+    names += ("inter", "fabric", "placement") if between_nodes else ()
     device = {key: value for key, value in section["device"].items() if key not in ("name", *OF_NO_TIME)}
     # Nor are there values narrower than keys, which some tables are for.
     tables = [(name, table) for name, table in section["device"]["rates"].items() if not table["v_head_dim"]]
-    without = ("v_head_dim", *(() if kind.mask == PACKS else OF_PACKS))
+    without = ("v_head_dim", *(() if of_packs else OF_PACKS))
     device["rates"] = {name: {k: v for k, v in table.items() if k not in without} for name, table in tables}
-    others = {name: section[name] for name in names}
-    return [digest({"device": device, "kernel": kernel, **others}) for kernel in kernels]
+    return {"device": device, **{name: section[name] for name in names}}
 
 
 def validated(request: Request, choice: Choice) -> Validation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from sp_bench.records.quantities import (
@@ -99,7 +99,7 @@ class Record(
 
     def to_dict(self) -> dict[str, Any]:
         """The record as a flat JSON object."""
-        return asdict(self)
+        return dict(vars(self))
 
 
 def fields_of(parts: Iterable[Part]) -> dict[str, Any]:

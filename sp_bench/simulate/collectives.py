@@ -36,7 +36,7 @@ def rows_of(way: Algorithm, group: Group) -> int:
 def path_to(target: np.ndarray, network: Network, quotient: Quotient, *, capped: bool) -> Path:
     """The path of every simulated rank's flow to its `target`, (n,)."""
     ranks, kinds = quotient.ranks, quotient.orbit
-    routes = network.routes(ranks, target[ranks])
+    routes = network.routes_to(target) if ranks.size == target.size else network.routes(ranks, target[ranks])
     source = np.zeros_like(target)
     source[target] = np.arange(target.size)
     links, loads = quotient.paths(routes.links)

@@ -78,6 +78,8 @@ class Rows:
         self.own = np.arange(n)
         self.known: dict[tuple[int, int], tuple[Path, Crossed]] = {}
         """By the links and loads of a path on which every rank sends, which are kept so that their ids stay theirs."""
+        self.caps_known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """By a path's caps, which are kept like that, the caps of its row."""
         self.named: dict[tuple[int, int], tuple[np.ndarray | None, np.ndarray, np.ndarray | None]] = {}
         """By two arrays of ranks, which are kept like that, the ranks that the first has for those of the second."""
         self.alike: dict[bytes, np.ndarray | None] = {self.own.tobytes(): None}
@@ -99,7 +101,7 @@ class Rows:
         self.delays.append(self._each(delay_s))
         self.sizes.append(sizes)
         self.crossed.append(self._crossed(path, sizes) if path else self.none)
-        self.caps.append(path.rate_cap if path and np.isfinite(path.rate_cap).any() else self.uncapped)
+        self.caps.append(self._caps(path.rate_cap) if path else self.uncapped)
         self.weights.append(self._each(weight))
         self.deps.append([*{(tasks.row, id(tasks.ranks)): tasks for tasks in deps}.values()])
         return Tasks(len(self.delays) - 1)
@@ -127,6 +129,12 @@ class Rows:
         if isinstance(value, float | int) or np.ndim(value) == 0:
             return self.nothing if value == 0 else self.ones if value == 1 else np.full(self.n, float(value))
         return np.broadcast_to(np.asarray(value, float), self.n)
+
+    def _caps(self, caps: np.ndarray) -> np.ndarray:
+        """Caps of a row; one array of all rows without any."""
+        if id(caps) not in self.caps_known:
+            self.caps_known[id(caps)] = caps, caps if np.isfinite(caps).any() else self.uncapped
+        return self.caps_known[id(caps)][1]
 
     def _crossed(self, path: Path, sizes: np.ndarray) -> Crossed:
         if not sizes.all():
