@@ -97,8 +97,8 @@ def stretches(
     """(the chunk of queries, the first query in it, the number of queries of each stretch; the first key that its first
     query sees, that of its last one, and the keys behind the last ones of both: (4, stretches)), by position.
 
-    Along a stretch, what a query sees of each chunk of keys stays or moves on by a key a query at either end. The chunks
-    of queries have no common one.
+    Along a stretch, what a query sees of each chunk of keys stays or moves on by a key a query at either end. Chunks of
+    queries have no query in common.
     """
     chunk, start, stop = by_position(queries)
     if not chunk.size:

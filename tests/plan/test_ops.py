@@ -32,6 +32,7 @@ from sp_bench.plan import (
 )
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.members import ahead
 from sp_bench.plan.memo import KEPT, keep
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Collective, GroupCast, RowCollective, Transfer, TreeReduce
@@ -84,6 +85,15 @@ def exchanges(draw: st.DrawFn) -> tuple[Exchange, np.ndarray]:
     low, high = draw(ways), draw(ways)
     exchange = Exchange(Group(stride, size, low), Group(stride * size * between, size, high))
     return exchange, np.arange(exchange.span * copies)
+
+
+@given(sides, sides, sides, st.integers(-30, 30), ways)
+def test_ranks_ahead_are_those_of_the_group(stride: int, size: int, copies: int, shift: int, way: int) -> None:
+    """An array of some ranks, in any order, and one rank."""
+    group, n = Group(stride, size, way), stride * size * copies
+    some = np.arange(n)[::-2]
+    np.testing.assert_array_equal(ahead(group, shift, some, n), group.member(some, shift))
+    assert ahead(group, shift, n - 1, n) == group.member(n - 1, shift)
 
 
 @given(exchanges(), st.integers(-5, 5))

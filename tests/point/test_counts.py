@@ -4,18 +4,22 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sp_bench import simulate
+from sp_bench.account import memory
 from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.plan import dataflow, demand, ops, schedule
+from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Plan
+from sp_bench.plan.pack_blocks import PackBlocks
+from sp_bench.point import backing, run_points, variant_bounds
 from sp_bench.point import choose as choosing
-from sp_bench.point import variant_bounds
 from sp_bench.point.choose import choose
 from sp_bench.point.collection import uncollected
 from sp_bench.simulate import symmetry
@@ -98,6 +102,36 @@ def test_plans_of_beaten_variants_are_let_go(monkeypatch: pytest.MonkeyPatch) ->
     choice = choose(point("method=mesh", "gpus=16", "seqlen=64k", "every_variant=true"))
     assert choice.candidates and len(choice.candidates) > 4
     assert alive[-1] <= 2 * len(choice.plans) < max(alive)
+
+
+def test_the_memory_of_a_plan_is_counted_once(watched: Callable[[object, str], list[Any]], tmp_path: Path) -> None:
+    """It says whether a variant fits, and is in the record of the fastest."""
+    counted, held = watched(memory, "_most_moving_bytes"), watched(memory, "_moving_bytes")
+    (outcome,) = run_points([point("method=mesh", "gpus=16", "seqlen=64k")], folder=tmp_path, reuse=False)
+    assert outcome.record.status == "ok"
+    assert 0 < len(counted) < len(held)
+
+
+def test_the_figures_of_a_cluster_are_hashed_once_for_all_its_points(
+    watched: Callable[[object, str], list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backing, "_HASHES", {})
+    read, asked = watched(backing, "_figures"), watched(backing, "figures_of")
+    points = [point("method=ring", "gpus=8", f"seqlen={seqlen}") for seqlen in ("64k", "128k", "256k")]
+    assert [each.record.status for each in run_points(points, folder=tmp_path, reuse=False)] == ["ok"] * 3
+    assert len(asked) >= 3 and len(read) == 1
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+def test_pairs_of_a_long_pack_are_counted_without_each_of_its_tokens(
+    watched: Callable[[object, str], list[Any]], layout: str
+) -> None:
+    """The keys that a query sees are asked for where they turn: at ends of documents and of runs."""
+    mask = Documents((1 << 16,) * 8)
+    blocks, seen = mask.blocks(mask.layout(layout), 8, mask.seqlen), watched(Packed, "sees")
+    assert isinstance(blocks, PackBlocks)
+    assert int(blocks.pairs.sum()) == 8 * (1 << 16) * ((1 << 16) + 1) // 2
+    assert sum(first.size for first, _ in seen) < mask.seqlen // 100
 
 
 @pytest.mark.parametrize(
