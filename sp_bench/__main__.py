@@ -6,6 +6,7 @@ import difflib
 import sys
 from pathlib import Path
 
+from sp_bench.collection import importing
 from sp_bench.terminal import fitted, say
 
 COMMAND = ("run", "[-m] key=value ...", "a point beside a baseline; with -m each combination of values")
@@ -82,7 +83,8 @@ def _config_dir(arguments: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def _run(overrides: list[str], own: Path | None, flags: set[str], *, sweep: bool) -> int:
-    from sp_bench.cli.compose import Composer
+    with importing():
+        from sp_bench.cli.compose import Composer
 
     with Composer(own) as composer:
         configs = [composer.compose(point) for point in composer.points(overrides, sweep=sweep)]
@@ -100,7 +102,8 @@ def _run(overrides: list[str], own: Path | None, flags: set[str], *, sweep: bool
     folder = writable_folder("results_dir", configs[0]["results_dir"])
     # The logger starts before the suite's own imports, and gets ready meanwhile.
     with open_logger({"dir": str(folder), **configs[0]["logger"]}) as logger:
-        from sp_bench.cli.session import run_point, run_sweep
+        with importing():
+            from sp_bench.cli.session import run_point, run_sweep
 
         shown = {"as_json": "--json" in flags, "every": "--all" in flags}
         if sweep:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from sp_bench.advise.progress import Done, Show, unseen
 from sp_bench.advise.workers import Map
 from sp_bench.cli.compose import Composer
+from sp_bench.collection import uncollected
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
 from sp_bench.point import Request, resolve
 from sp_bench.point.choose import TooSlowError
-from sp_bench.point.collection import uncollected
 from sp_bench.point.given import Given
 from sp_bench.point.simulated import simulate_point
 from sp_bench.point.variant_bounds import least_computed_s

@@ -13,12 +13,12 @@ from sp_bench.advise.candidates import composed
 from sp_bench.advise.progress import Done, Show, unseen
 from sp_bench.advise.workers import Map
 from sp_bench.cli.compose import Composer
+from sp_bench.collection import uncollected
 from sp_bench.errors import RequestError
 from sp_bench.plan.method import Method
 from sp_bench.plan.patterns import divisors
 from sp_bench.point import resolve
 from sp_bench.point.backing import TELLING
-from sp_bench.point.collection import uncollected
 from sp_bench.point.training import simulate_chosen
 from sp_bench.reading import Count, Tokens, read
 from sp_bench.records import Record

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sp_bench import records
+from sp_bench.collection import uncollected
 from sp_bench.errors import RequestError
 from sp_bench.launch import Launch
 from sp_bench.machine import give_back_memory
@@ -18,7 +19,6 @@ from sp_bench.plan.problem import Problem
 from sp_bench.point import data_parallel, training
 from sp_bench.point.at_once import ProcessEndedError, forked
 from sp_bench.point.choose import DeviceMemoryError
-from sp_bench.point.collection import uncollected
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
 from sp_bench.point.request import resolve as resolve_plain

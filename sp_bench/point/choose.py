@@ -11,10 +11,10 @@ from typing import Any
 
 from sp_bench import account
 from sp_bench.cluster import Cluster
+from sp_bench.collection import uncollected
 from sp_bench.errors import RequestError
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.problem import Problem
-from sp_bench.point.collection import uncollected
 from sp_bench.point.lazy_plans import LazyPlans
 from sp_bench.point.request import Request
 from sp_bench.point.variant_bounds import by_bound

@@ -12,6 +12,7 @@ import pytest
 from sp_bench import simulate
 from sp_bench.account import memory
 from sp_bench.check import check_all
+from sp_bench.collection import uncollected
 from sp_bench.errors import RequestError
 from sp_bench.plan import dataflow, demand, ops, schedule
 from sp_bench.plan.documents import Documents, Packed
@@ -21,7 +22,6 @@ from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.point import backing, run_points, variant_bounds
 from sp_bench.point import choose as choosing
 from sp_bench.point.choose import choose
-from sp_bench.point.collection import uncollected
 from sp_bench.simulate import symmetry
 from tests.support.points import point
 
