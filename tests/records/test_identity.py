@@ -25,8 +25,7 @@ OF_NO_NUMBER = {
     ),
     *("slurm", "tracing", "validate"),
     *("__init__.py", "__main__.py", "calibrate.py", "checkout.py", "collection.py", "describe.py", "doctor.py"),
-    "draw.py",
-    *("errors.py", "extras.py", "first_hour.py", "markdown.py", "resources.py", "terminal.py"),
+    *("draw.py", "errors.py", "extras.py", "first_hour.py", "markdown.py", "resources.py", "terminal.py"),
     *("traces.py", "wandb_upload.py"),
 }
 """Code that reads, writes, shows and refuses, and changes no number of a point."""
