@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from sp_bench.plan.chunks import Chunk
 from sp_bench.plan.groups import Exchange, Grid, Group
+from sp_bench.plan.members import ahead
 from sp_bench.plan.tensors import DKV, DOQ, DQ, ODOQ, Tensor
 
 Pairs = Literal["all", "keys", "queries"]
@@ -63,11 +64,12 @@ class Pass(_OfOneChunk):
         """The rank that `rank` receives from."""
         return self.group.member(rank, -self.shift)
 
-    def seen_by(self, rank):
-        """(owner of the queries, owner of the keys) that decide which rows `rank` sends."""
+    def seen_by(self, rank, n: int):
+        """(owner of the queries, owner of the keys) that decide which rows one or an array of n ranks sends."""
         assert self.against is not None
-        keys_at = rank if self.send.tensor.is_partial else self.target(rank)
-        return self.send.owner(rank), self.against.owner(keys_at)
+        keys_at = rank if self.send.tensor.is_partial else ahead(self.group, self.shift, rank, n)
+        owner, keys = ahead(self.send.home, self.send.index, rank, n), self.against
+        return owner, ahead(keys.home, keys.index, keys_at, n)
 
     def __str__(self) -> str:
         seen = f" seeing {self.against}" if self.against else ""

@@ -66,7 +66,7 @@ def _rows_sent(op: Pass, problem: Problem, rank):
     """How many tokens of its chunk each of one or an array of ranks sends."""
     if op.against is None:
         return _chunk_rows(op, problem, rank)
-    kind = problem.blocks.of(*op.seen_by(rank))
+    kind = problem.blocks.of(*op.seen_by(rank, problem.n))
     return sum((kind == i) * len(rows) for i, rows in enumerate(problem.blocks.rows_seen))
 
 
@@ -86,7 +86,7 @@ def rows_sent(op: Pass, problem: Problem, rank: int) -> range:
     """The tokens of its chunk that one rank sends, as indices in the chunk."""
     if op.against is None:
         return range(problem.field_tokens(op.send.tensor.fields[0], op.send.owner(rank)))
-    return problem.blocks.rows_seen[problem.blocks.of(*op.seen_by(rank))]
+    return problem.blocks.rows_seen[problem.blocks.of(*op.seen_by(rank, problem.n))]
 
 
 def by_heads(op: AllToAll) -> tuple[Field, ...]:
