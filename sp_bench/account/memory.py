@@ -98,8 +98,7 @@ def _most_moving_bytes(plan: Plan, problem: Problem) -> int:
     for value, first in flow.first_use.items():
         if value.chunk not in elsewhere:
             last, summed = flow.last_use[value], value.chunk not in unsummed
-            in_rows = of_rows and value.chunk in of_rows
-            size = of_rows[value.chunk] if in_rows else held_bytes(value.chunk.tensor, summed)
+            size = of_rows[value.chunk] if value.chunk in of_rows else held_bytes(value.chunk.tensor, summed)
         elif value.chunk in made:
             last = flow.last_use[value]
             last = len(plan.ops) if isinstance(plan.ops[last], Transfer) else last

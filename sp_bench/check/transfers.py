@@ -103,7 +103,7 @@ def _rows_passed(facts: Facts, op: Pass, source: Ranks, where: Where | str) -> N
     if op.against is not None:
         if op.against.tensor not in (KV, KV.by_heads) or op.send.tensor not in (Q, ODOQ, O, DQ):
             raise PlanError(f"{where}: no rows of {op.send} can be left out against {op.against}")
-        sent = arriving = facts.rows_seen(*op.seen_by(facts.ranks, facts.problem.n))
+        sent = arriving = facts.rows_seen(*op.seen_by(facts.ranks))
     if op.send.tensor.is_partial:
         right, what = held.within(sent), "has rows that stay behind"
         facts.rows.pop(op.send, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sp_bench.plan.groups import Grid, Group
+from sp_bench.plan.members import ahead
 from sp_bench.plan.tensors import Tensor
 
 
@@ -40,9 +41,9 @@ class Chunk(NamedTuple):
         """The owner of the chunk's tokens, as a Place."""
         return Place(self.home, self.index)
 
-    def owner(self, rank):
-        """The global index of the chunk, which is the rank that owns its tokens."""
-        return self.home.member(rank, self.index)
+    def owner(self, rank, n: int | None = None):
+        """The global index of the chunk, which is the rank that owns its tokens; for arrays of n ranks looked up."""
+        return ahead(self.home, self.index, rank, n)
 
     def at(self, index: int) -> Chunk:
         """The chunk with another local index."""

@@ -190,10 +190,8 @@ class Shards:
 
     def tokens(self, rank) -> Any:
         """How many tokens each of one or an array of ranks owns; a single number where all own the same."""
-        if self.cuts:
-            return _of(self._cut_tokens, rank)
-        if isinstance(rank, np.ndarray) and not self.is_even:
-            return self._rank_tokens[rank]
+        if self.cuts or (isinstance(rank, np.ndarray) and not self.is_even):
+            return _of(self._rank_tokens, rank)
         return sum(layout.tokens(rank, self.n, seqlen) for layout, seqlen in self._assigned)
 
     def chunk_tokens(self, chunk) -> Any:
@@ -224,7 +222,7 @@ class Shards:
     def is_even(self) -> bool:
         """Whether all ranks own as many tokens, in chunks of one size."""
         if self.cuts:
-            return len({*self._cut_tokens.tolist()}) == len({*self._cut_chunk_tokens.tolist()}) == 1
+            return len({*self._rank_tokens.tolist()}) == len({*self._cut_chunk_tokens.tolist()}) == 1
         return all(layout.is_even(self.n, seqlen) for layout, seqlen in self._assigned)
 
     @cached_property
@@ -255,16 +253,14 @@ class Shards:
     @cached_property
     def _rank_tokens(self) -> np.ndarray:
         """How many tokens each rank owns: (n,). Costs of a plan ask for them once for each of its operations."""
+        if self.cuts:
+            return np.array([sum(map(len, self.positions(rank))) for rank in range(self.n)])
         every = sum(layout.tokens(np.arange(self.n), self.n, seqlen) for layout, seqlen in self._assigned)
         return np.broadcast_to(every, self.n)
 
     @cached_property
-    def _cut_tokens(self) -> np.ndarray:
-        return np.array([sum(map(len, self.positions(rank))) for rank in range(self.n)])
-
-    @cached_property
     def _cut_chunk_tokens(self) -> np.ndarray:
-        return self._cut_tokens.reshape(self.chunks, -1).sum(axis=1)
+        return self._rank_tokens.reshape(self.chunks, -1).sum(axis=1)
 
     def refuse(self, key: str = "seqlen") -> None:
         """Raise RequestError where the length of the last stretch, called `key`, leaves a rank without a token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,8 @@ def members(group: Group | Exchange | Grid, shift: int, n: int) -> np.ndarray:
     return ahead
 
 
-def ahead(group: Group | Exchange | Grid, shift: int, rank, n: int):
-    """The rank that is `shift` positions ahead of one or an array of n ranks."""
-    return members(group, shift, n)[rank] if isinstance(rank, np.ndarray) else group.member(rank, shift)
+def ahead(group: Group | Exchange | Grid, shift: int, rank, n: int | None) -> Any:
+    """The rank that is `shift` positions ahead of one or an array of ranks; of an array out of n, it is looked up."""
+    if n is None or not isinstance(rank, np.ndarray):
+        return group.member(rank, shift)
+    return members(group, shift, n)[rank]

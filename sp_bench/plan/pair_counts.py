@@ -27,9 +27,8 @@ def pair_counts(mask: Sight, queries: Sequence[Runs], keys: Sequence[Runs]) -> n
     # queries that are as many more, or as many fewer, with each.
     partly, changes = np.zeros(chunks**2), []
     for sign, low, high in ((1, stop, last_stop), (-1, first, last_first)):
-        run = np.maximum(np.searchsorted(starts, low, "right") - 1, 0)
-        inside = np.minimum(low - starts[run], lengths[run]) + np.minimum(high - starts[run], lengths[run])
-        partly += sign * np.bincount(owner * chunks + of[run], count * inside, chunks**2)
+        run = np.searchsorted(starts, low, "right") - 1
+        partly += sign * np.bincount(owner * chunks + of[run], count * (low + high - 2 * starts[run]), chunks**2)
         changes.append((-sign, *_counted(run * chunks + owner, count)))
     partly /= 2
     # How many queries of each chunk see all of a run, since what they see starts before it and ends behind it.

@@ -56,20 +56,21 @@ class Pass(_OfOneChunk):
         """The tensor that travels."""
         return self.send.tensor
 
-    def target(self, rank):
-        """The rank that `rank` sends to."""
-        return self.group.member(rank, self.shift)
+    def target(self, rank, n: int | None = None):
+        """The rank that `rank` sends to; for arrays of n ranks looked up."""
+        return ahead(self.group, self.shift, rank, n)
 
-    def source(self, rank):
-        """The rank that `rank` receives from."""
-        return self.group.member(rank, -self.shift)
+    def source(self, rank, n: int | None = None):
+        """The rank that `rank` receives from; for arrays of n ranks looked up."""
+        return ahead(self.group, -self.shift, rank, n)
 
-    def seen_by(self, rank, n: int):
-        """(owner of the queries, owner of the keys) that decide which rows one or an array of n ranks sends."""
+    def seen_by(self, rank, n: int | None = None):
+        """(owner of the queries, owner of the keys) that decide which rows `rank` sends; for arrays of n ranks looked
+        up.
+        """
         assert self.against is not None
-        keys_at = rank if self.send.tensor.is_partial else ahead(self.group, self.shift, rank, n)
-        owner, keys = ahead(self.send.home, self.send.index, rank, n), self.against
-        return owner, ahead(keys.home, keys.index, keys_at, n)
+        keys_at = rank if self.send.tensor.is_partial else self.target(rank, n)
+        return self.send.owner(rank, n), self.against.owner(keys_at, n)
 
     def __str__(self) -> str:
         seen = f" seeing {self.against}" if self.against else ""

@@ -8,7 +8,6 @@ from typing import Any
 from sp_bench.plan.cast_rows import rows_moved
 from sp_bench.plan.demand import Wanted
 from sp_bench.plan.groups import Exchange, Group
-from sp_bench.plan.members import ahead
 from sp_bench.plan.ops import AllToAll, Collective, GroupCast, Pass, RowCollective, Transfer, TreeReduce
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Field, Kind
@@ -52,7 +51,7 @@ def messages(op: Transfer, problem: Problem, rank, wanted: Wanted | None = None)
         if isinstance(op, TreeReduce):
             return [{name: each.owners * size for name, size in piece.items()} for each in op.rounds]
         return [piece] * (op.group.size - 1)
-    target = ahead(op.group, op.shift, rank, problem.n)
+    target = op.target(rank, problem.n)
     moves = target != rank if isinstance(op.group, Exchange) else True
     if wanted is not None:
         moves = moves * wanted.there[target]
@@ -72,9 +71,7 @@ def _rows_sent(op: Pass, problem: Problem, rank):
 
 def _chunk_rows(op: Pass, problem: Problem, rank):
     """How many tokens the chunks have that one or an array of ranks sends, or sends some of."""
-    chunk = op.send
-    owner = 0 if problem.is_even else ahead(chunk.home, chunk.index, rank, problem.n)
-    return problem.field_tokens(chunk.tensor.fields[0], owner)
+    return problem.field_tokens(op.send.tensor.fields[0], 0 if problem.is_even else op.send.owner(rank, problem.n))
 
 
 def share_sent(op: Pass, problem: Problem, rank):

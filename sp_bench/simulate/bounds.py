@@ -88,9 +88,8 @@ def _latency_s(plan: Plan, problem: Problem, cluster: Cluster, pipelined: Contai
         """The longest latency of the messages of a transfer that each rank has something for: (n,)."""
         if isinstance(op, RowCollective):
             return np.max(np.stack([latency_s(*pair) for pair in pairs]) * (rows_moved(op, problem, ranks) > 0), axis=0)
-        if not isinstance(op, Pass) or index not in wanted:
-            return longest_s(tuple(pairs))
-        return latency_s(*pairs[0]) * wanted[index].there[members(op.group, op.shift, plan.n)]
+        there = wanted[index].there[op.target(ranks, plan.n)] if isinstance(op, Pass) and index in wanted else 1
+        return longest_s(tuple(pairs)) * there
 
     for index, op in plan.transfers:
         if isinstance(op, AllGather | ReduceScatter):

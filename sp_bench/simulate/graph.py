@@ -22,7 +22,7 @@ from sp_bench.lower import Waits, lower
 from sp_bench.lower.early import by_messages
 from sp_bench.machine import give_back_memory
 from sp_bench.plan.groups import Exchange, Group
-from sp_bench.plan.members import ahead, members
+from sp_bench.plan.members import members
 from sp_bench.plan.ops import (
     BLOCKS,
     AllToAll,
@@ -333,7 +333,7 @@ class _Builder:
         sends, receives = self.costs.moves(index, op, self.ranks)
         moves = sends | receives
         if isinstance(op, Pass):
-            moves = moves & (ahead(op.group, op.shift, self.ranks, self.problem.n) != self.ranks)
+            moves = moves & (op.target(self.ranks, self.problem.n) != self.ranks)
         others = self.started
         self.started = before = [self.rows.add(0.0, [*before, *others])]
         if not np.all(moves):

@@ -19,7 +19,6 @@ from sp_bench.lower import Lowering, lower
 from sp_bench.plan import cast_rows
 from sp_bench.plan.demand import Demand, demand
 from sp_bench.plan.groups import Exchange
-from sp_bench.plan.members import ahead
 from sp_bench.plan.memo import cached, keep
 from sp_bench.plan.ops import (
     AllGather,
@@ -239,12 +238,12 @@ class OperationCosts:
             return self._cut_s(index, op, ranks)
         summed = op.send not in self._lowering.unsummed
         cast_s = self._cast_s(op.tensor, summed)
-        if cast_s and (shares := self._share_of_run(index, self._targets(op, ranks))) is not None:
+        if cast_s and (shares := self._share_of_run(index, op.target(ranks, self._problem.n))) is not None:
             cast_s = _in_proportion(shares, lambda share: self._cast_s(op.tensor, summed, share))
         if not isinstance(op.group, Exchange):
             return cast_s
         whole = sum(self._problem.field_bytes(field, wire=True) for field in op.tensor.fields)
-        return cast_s + (self._targets(op, ranks) == ranks) * self._device.copy_s(whole)
+        return cast_s + (op.target(ranks, self._problem.n) == ranks) * self._device.copy_s(whole)
 
     def arrived_s(self, op: AllToAll | ReduceScatter | RowCollective, arrivals: int) -> float:
         """Seconds of unpacking what an all-to-all brought, or of merging the arrivals of a reduce-scatter."""
@@ -274,11 +273,7 @@ class OperationCosts:
             return True, True
         assert isinstance(op, Pass)
         there = self.wanted[index].there
-        return there[self._targets(op, ranks)], there[ranks]
-
-    def _targets(self, op: Pass, ranks: np.ndarray) -> np.ndarray:
-        """The rank that each of some ranks sends to: (ranks,)."""
-        return ahead(op.group, op.shift, ranks, self._problem.n)
+        return there[op.target(ranks, self._problem.n)], there[ranks]
 
     def _elsewhere_s(self, index: int, op: Op, ranks: np.ndarray) -> np.ndarray | float:
         """Seconds of an operation that is no block: a fold of what has arrived, or row sums."""
@@ -322,15 +317,14 @@ class OperationCosts:
         if isinstance(hop, GroupReduce):  # rows of several members, of which some may be the same
             largest = self._problem.shards_of(hop.tensor).largest
             return np.asarray(cast_rows.received(hop, self._problem, ranks)) / largest
-        return np.asarray(share_sent(hop, self._problem, ahead(hop.group, -hop.shift, ranks, self._problem.n)))
+        return np.asarray(share_sent(hop, self._problem, hop.source(ranks, self._problem.n)))
 
     def _share_of_run(self, index: int, ranks: np.ndarray) -> np.ndarray | None:
         """The share of a chunk's rows that each of some ranks receives in a Pass of a run of them; None of others."""
         op, wanted = self._plan.ops[index], self.wanted.get(index)
         if wanted is None or wanted.rows is None or not isinstance(op, Pass):
             return None
-        owner = ahead(op.recv.home, op.recv.index, ranks, self._problem.n)
-        tokens = self._problem.field_tokens(op.tensor.fields[0], owner)
+        tokens = self._problem.field_tokens(op.tensor.fields[0], op.recv.owner(ranks, self._problem.n))
         return wanted.rows.counts(ranks) / np.maximum(tokens, 1)
 
     def _find_cast_s(self, tensor: Tensor, summed: bool, share: float = 1.0) -> float:

@@ -189,8 +189,7 @@ def test_reduce_next_brings_every_partial_home(size: int) -> None:
 
 def dense_rows(op: Pass, problem: Problem, rank: int) -> int:
     """How many tokens of a query chunk a rank sends: those that see any key of `against`; all where none does."""
-    n, seqlen = problem.n, problem.seqlen
-    rows, keys = (np.concatenate(problem.layout.positions(r, n, seqlen)) for r in map(int, op.seen_by(rank, n)))
+    rows, keys = (np.concatenate(problem.layout.positions(r, problem.n, problem.seqlen)) for r in op.seen_by(rank))
     seeing = int((rows >= keys.min()).sum()) if problem.mask == CAUSAL else 0
     return seeing or problem.queries.most
 
