@@ -74,6 +74,10 @@ class Wire(NamedTuple):
     """The rate that it gets at most, whatever its links have."""
 
 
+AS_IT_IS = Wire()
+"""A message at the rate that its links give it."""
+
+
 class Effects:
     """A machine's effects on blocks and messages beyond rates, latencies and fair shares. By default there are none."""
 
@@ -86,7 +90,7 @@ class Effects:
 
     def on_wire(self, messages: Sequence[Message], *, by_library: bool = False) -> list[Wire]:
         """How the network carries each of the concurrent messages of one transfer, or of one of the library's."""
-        return [Wire()] * len(messages)
+        return [AS_IT_IS] * len(messages)
 
 
 class AbstractSection(StructMeta, ABCMeta):

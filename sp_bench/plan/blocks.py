@@ -12,6 +12,8 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from sp_bench.plan.layout import Layout, Positions, Shards
 from sp_bench.plan.regions import Region, RegionKind, Regions, filled
 
@@ -103,6 +105,14 @@ class Blocks:
                 q, _ = self._examples.get(kind, (0, 0))
                 by_kind.append(range(self.queries.chunk_tokens(q)))
         return tuple(by_kind)
+
+    def count_seen(self, kind) -> Any:
+        """How many queries `rows_seen` has for a class, or for each of an array of them."""
+        return self._counts_seen[kind] if isinstance(kind, np.ndarray) else len(self.rows_seen[kind])
+
+    @cached_property
+    def _counts_seen(self) -> np.ndarray:
+        return np.array([len(rows) for rows in self.rows_seen])
 
     def parts(self, *, keys: bool) -> Sequence[Part]:
         """For each class, the part of a query chunk's rows, or of a chunk's `keys`, that the block has."""

@@ -65,8 +65,7 @@ def _rows_sent(op: Pass, problem: Problem, rank):
     """How many tokens of its chunk each of one or an array of ranks sends."""
     if op.against is None:
         return _chunk_rows(op, problem, rank)
-    kind = problem.blocks.of(*op.seen_by(rank, problem.n))
-    return sum((kind == i) * len(rows) for i, rows in enumerate(problem.blocks.rows_seen))
+    return problem.blocks.count_seen(problem.blocks.of(*op.seen_by(rank, problem.n)))
 
 
 def _chunk_rows(op: Pass, problem: Problem, rank):

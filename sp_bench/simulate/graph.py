@@ -16,13 +16,14 @@ import numpy as np
 
 from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.collectives import Algorithm
-from sp_bench.cluster.emulation import Message, Wire
+from sp_bench.cluster.emulation import AS_IT_IS, Message, Wire
 from sp_bench.errors import RequestError
 from sp_bench.lower import Waits, lower
 from sp_bench.lower.early import by_messages
 from sp_bench.machine import give_back_memory
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.members import members
+from sp_bench.plan.memo import keep
 from sp_bench.plan.ops import (
     BLOCKS,
     AllToAll,
@@ -45,7 +46,7 @@ from sp_bench.simulate.noise import Noise
 from sp_bench.simulate.operations import operation_costs
 from sp_bench.simulate.plan_graph import Item, PlanGraph
 from sp_bench.simulate.rows import CORE_WORK_PER_S, Path, Rows, Tasks
-from sp_bench.simulate.symmetry import quotient, rotations, that_leave
+from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 
 MAX_TASKS, SOME_TASKS = 12_000_000, 100_000
 """As many as fit two GB of memory, and as many as take so long that an estimate is worth while."""
@@ -57,6 +58,8 @@ FEWER = 4
 KEPT_TASKS = 4_000_000
 """Rows of so many tasks are kept between relaxed_s and build_graph: a hundred MB. Before a graph of more is made, the
 system gets back what has been freed."""
+KEPT_PATHS = 2**17
+"""Paths of so many ranks are kept of a quotient: 20 MB."""
 LATER_WEIGHT = 1e3
 """The weight of bytes that links carry after their message (Wire.later_bytes): messages, of about 1, go first."""
 
@@ -77,6 +80,10 @@ def build_graph(
 
 _KEPT: WeakKeyDictionary[Plan, _Builder] = WeakKeyDictionary()
 """Builders of plans with nearly alike ranks, and with rows."""
+
+
+_PATHS: WeakKeyDictionary[Quotient, dict[tuple[Group | Exchange, int, int], Path]] = WeakKeyDictionary()
+"""By (group, shift, at_once), the last paths of simulated ranks: a method's phases and layouts have the same ones."""
 
 
 def build_as_alike(plan: Plan, problem: Problem, cluster: Cluster) -> PlanGraph | None:
@@ -126,7 +133,7 @@ class _Flow(NamedTuple):
     """The flows of one message of a transfer, by sender: (n,) each."""
 
     delay_s: np.ndarray
-    sent: np.ndarray
+    sent: np.ndarray | float
     over: Path
     weight: np.ndarray | float
     sends: np.ndarray | bool
@@ -160,7 +167,7 @@ class _Builder:
         self.ranks = self.quotient.ranks
         self.effects = cluster.effects(self.network, self.ranks, plan.phase)
         self.slow, self.all_slow = slow[self.ranks], slow
-        self.paths: dict[tuple[Group | Exchange, int, int], Path] = {}
+        self.paths = _PATHS.setdefault(self.quotient, {})
         self.flows: dict[int, list[_Flow]] = {}
         """The flows of each transfer."""
         self.cores = cluster.shared_cores(problem.n)
@@ -402,20 +409,21 @@ class _Builder:
     def _flows(self, index: int, op: Transfer, early: PipelinedStart | None) -> list[_Flow]:
         """The flows of a transfer's messages; a Pass that is the same on all ranks has the same ones every time."""
         if early or self.noise.variance or self.cluster.hosts or not self.costs.is_alike(index, op):
-            return self._find_flows(index, op, early.hidden_s if early else 0.0)
+            return self._find_flows(index, op, early.hidden_s if early else None)
         assert isinstance(op, Pass)
         key = (op.group, op.shift, op.tensor, op.send in self.lowering.unsummed)
         if key not in self.alike:
-            self.alike[key] = self._find_flows(index, op, 0.0)
+            self.alike[key] = self._find_flows(index, op, None)
         return self.alike[key]
 
-    def _find_flows(self, index: int, op: Transfer, hidden_s: np.ndarray | float) -> list[_Flow]:
+    def _find_flows(self, index: int, op: Transfer, hidden_s: np.ndarray | None) -> list[_Flow]:
         # Those of a tree come one after another, and what the first has staged is staged for all.
         flows, pairs = [], peers(op)
         at_once = 1 if isinstance(op, TreeReduce) else len(pairs)
         paths = [self._path(*pair, at_once) for pair in pairs]
         sends, receives = self.costs.moves(index, op, self.ranks)
         staged_s = self.costs.staged_s(index, op, self.ranks) * sends
+        staged = bool(np.any(staged_s))
         sizes = messages(op, self.problem, self.ranks, self.costs.wanted.get(index))
         each = [Message(*message) for message in zip(pairs, sizes, (path.inter for path in paths), strict=True)]
         by_library = not by_messages(op)
@@ -426,23 +434,33 @@ class _Builder:
             if isinstance(op, RowCollective):  # no message without rows
                 sends = message.bytes > 0
                 receives = sends[path.source]
-            latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0) * sends
-            over = self._on_wire(path, wire)
-            sent = np.broadcast_to(np.asarray(message.bytes - wire.later_bytes, float), self.ranks.size)
-            later = np.asarray(wire.later_bytes) if np.any(wire.later_bytes) else None
-            flows.append(_Flow(latency_s + staged_s, sent, over, wire.weight, sends, receives, later))
-            staged_s = 0.0 * staged_s if isinstance(op, TreeReduce) else staged_s
+            delay_s, over, sent, later = self._latency_s(path, hidden_s), path, message.bytes, None
+            if sends is not True:
+                delay_s = delay_s * sends
+            if staged:
+                delay_s = delay_s + staged_s
+            if wire is not AS_IT_IS:
+                over, sent = self._on_wire(path, wire), sent - wire.later_bytes
+                later = np.asarray(wire.later_bytes) if np.any(wire.later_bytes) else None
+            flows.append(_Flow(delay_s, sent, over, wire.weight, sends, receives, later))
+            staged = staged and not isinstance(op, TreeReduce)
         return flows
+
+    def _latency_s(self, path: Path, hidden_s: np.ndarray | None) -> np.ndarray:
+        """(q,) The latency of each rank's message, without what a pipelined start hides of it."""
+        if hidden_s is None and not self.noise.variance:
+            return path.latency_s
+        return np.maximum(path.latency_s * self.noise(self.ranks.size) - (0.0 if hidden_s is None else hidden_s), 0.0)
 
     def _path(self, group: Group | Exchange, shift: int, at_once: int = 1) -> Path:
         """The path of every simulated rank's message to the rank `shift` ahead in the group, one of `at_once`."""
-        if (group, shift, at_once) not in self.paths:
-            target = members(group, shift, self.problem.n)
-            path = collectives.path_to(target, self.network, self.quotient, capped=True)
-            crowding = self.network.crowding(path.inter, at_once)
-            loads = path.loads if np.all(crowding == 1) else path.loads * crowding[:, None]
-            self.paths[group, shift, at_once] = path._replace(loads=loads)
-        return self.paths[group, shift, at_once]
+        key = group, shift, at_once
+        if (known := self.paths.get(key)) is not None:
+            return known
+        path = collectives.path_to(members(group, shift, self.problem.n), self.network, self.quotient, capped=True)
+        crowding = self.network.crowding(path.inter, at_once)
+        loads = path.loads if np.all(crowding == 1) else path.loads * crowding[:, None]
+        return keep(self.paths, key, path._replace(loads=loads), max(KEPT_PATHS // self.ranks.size, 1))
 
     def _on_wire(self, path: Path, wire: Wire) -> Path:
         """The path of a message at its own rate, with what it takes of the cores that ranks share."""

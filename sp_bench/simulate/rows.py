@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,9 @@ from sp_bench.simulate.symmetry import Quotient
 CORE_WORK_PER_S = 1e12
 """Work on shared cores flows in picoseconds. In fair shares, which rise by weight, transfers' bytes per second are far
 below such numbers, so that transfers take their part of the cores before any block does."""
+
+AT_ONCE = 2**16
+"""The predecessors of so many tasks are found together."""
 
 
 class Path(NamedTuple):
@@ -74,6 +78,8 @@ class Rows:
     def __post_init__(self) -> None:
         n = self.n = self.quotient.ranks.size
         self.nothing, self.ones, self.uncapped = np.zeros(n), np.ones(n), np.full(n, np.inf)
+        self.same: dict[float, np.ndarray] = {0.0: self.nothing, 1.0: self.ones}
+        """The rows that have one number everywhere, by that."""
         self.none = Crossed(np.zeros(n, np.int64), np.empty(0, np.int64), np.empty(0))
         self.own = np.arange(n)
         self.known: dict[tuple[int, int], tuple[Path, Crossed]] = {}
@@ -125,9 +131,12 @@ class Rows:
 
     def _each(self, value: np.ndarray | float) -> np.ndarray:
         if isinstance(value, np.ndarray) and value.shape == (self.n,):
-            return value
+            return value if value.dtype == float else value.astype(float)
         if isinstance(value, float | int) or np.ndim(value) == 0:
-            return self.nothing if value == 0 else self.ones if value == 1 else np.full(self.n, float(value))
+            number = float(value)
+            if number not in self.same:
+                self.same[number] = np.full(self.n, number)
+            return self.same[number]
         return np.broadcast_to(np.asarray(value, float), self.n)
 
     def _caps(self, caps: np.ndarray) -> np.ndarray:
@@ -180,11 +189,14 @@ class Rows:
         """The predecessors of every task, one after the other."""
         n, first = self.n, 0
         predecessors = np.empty(n * sum(map(len, self.deps)), np.int32)
-        for deps in self.deps:
-            of_row = predecessors[first : first + n * len(deps)].reshape(n, len(deps))
-            for place, tasks in enumerate(deps):
-                of_row[:, place] = self._numbers(tasks)
-            first += of_row.size
+        for count, alike in groupby(filter(None, self.deps), len):
+            while some := list(islice(alike, max(AT_ONCE // n, 1))):
+                named = [tasks for deps in some for tasks in deps]
+                of_each = np.array([self.own if tasks.ranks is None else tasks.ranks for tasks in named], np.int32)
+                of_each += np.array([tasks.row * n for tasks in named], np.int32)[:, None]
+                of_rows = predecessors[first : first + of_each.size].reshape(-1, n, count)
+                of_rows[...] = of_each.reshape(-1, count, n).swapaxes(1, 2)
+                first += of_each.size
         return predecessors
 
 

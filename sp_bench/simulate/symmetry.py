@@ -125,8 +125,14 @@ class Quotient:
 
 
 def quotient(moves: Sequence[Permutation], network: Network) -> Quotient:
-    """The quotient by these symmetries; everything itself where there are none."""
+    """The quotient by these symmetries; everything itself where there are none. It is the same one each time."""
+    return _quotient(tuple(move.tobytes() for move in moves), network)
+
+
+@lru_cache(maxsize=16)
+def _quotient(in_bytes: tuple[bytes, ...], network: Network) -> Quotient:
     n, links = network.gpu.size, network.link_bytes_per_s.size
+    moves = [np.frombuffer(move, np.intp) for move in in_bytes]
     ranks, orbit, sizes = np.unique(_orbits(n, moves), return_inverse=True, return_counts=True)
     moved = [m for m in (network.moved(move) for move in moves) if m is not None]
     first, link_orbit, link_sizes = np.unique(_orbits(links, moved), return_inverse=True, return_counts=True)

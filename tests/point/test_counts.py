@@ -22,7 +22,7 @@ from sp_bench.plan.pack_blocks import PackBlocks
 from sp_bench.point import backing, run_points, variant_bounds
 from sp_bench.point import choose as choosing
 from sp_bench.point.choose import choose
-from sp_bench.simulate import symmetry
+from sp_bench.simulate import collectives, graph, symmetry
 from tests.support.points import point
 
 
@@ -69,6 +69,16 @@ def test_each_plan_has_at_most_one_dataflow_one_schedule_and_one_list_of_neutral
     assert len(neutral) <= len(plans)
     groups = {choice.method for choice in variants}
     assert symmetry._rotations.cache_info().misses - moves <= 2 * len(groups)
+
+
+def test_messages_of_layouts_phases_and_bounds_go_the_same_paths(watched: Callable[[object, str], list[Any]]) -> None:
+    """The links that they cross are found once for each choice of ranks to simulate."""
+    symmetry._quotient.cache_clear()  # other tests' paths
+    found, graphs = watched(collectives, "path_to"), watched(graph, "_Builder")
+    choose(point("method=all_gather", "gpus=32", "seqlen=64k", "method.collectives=messages"))
+    paths = {(id(each.quotient), key) for each in graphs for key in each.paths}
+    assert len(graphs) > len({id(each.quotient) for each in graphs})
+    assert len(found) == len(paths)
 
 
 def test_a_variant_is_simulated_once_and_the_chosen_one_with_its_own_blocks(
