@@ -148,7 +148,7 @@ class Blocks:
     @cached_property
     def skips_queries(self) -> bool:
         """Whether some block needs only some of its query rows."""
-        rows = ((len(self.rows_seen[kind]), q) for kind, (q, _) in self._examples.items())
+        rows = ((self.count_seen(kind), q) for kind, (q, _) in self._examples.items())
         return any(seen < self.queries.chunk_tokens(q) for seen, q in rows)
 
     @property

@@ -335,7 +335,7 @@ class Problem:
 
     def rows_seen(self, q_owner: int, kv_owner: int) -> int:
         """Rows of a query chunk from the first to the last that sees a key of the key chunk."""
-        return len(self.blocks.rows_seen[self.blocks.of(q_owner, kv_owner)])
+        return self.blocks.count_seen(self.blocks.of(q_owner, kv_owner))
 
     def scaled(self, seqlen: int, document_unit: int = 1) -> Problem:
         """The same problem for a shorter sequence, its documents scaled to multiples of a unit and assigned again.

@@ -23,7 +23,6 @@ from sp_bench.lower.early import by_messages
 from sp_bench.machine import give_back_memory
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.members import members
-from sp_bench.plan.memo import keep
 from sp_bench.plan.ops import (
     BLOCKS,
     AllToAll,
@@ -59,7 +58,7 @@ KEPT_TASKS = 4_000_000
 """Rows of so many tasks are kept between relaxed_s and build_graph: a hundred MB. Before a graph of more is made, the
 system gets back what has been freed."""
 KEPT_PATHS = 2**17
-"""Paths of so many ranks are kept of a quotient: 20 MB."""
+"""Paths of so many ranks at most are kept of a quotient for the next plan: 20 MB."""
 LATER_WEIGHT = 1e3
 """The weight of bytes that links carry after their message (Wire.later_bytes): messages, of about 1, go first."""
 
@@ -81,9 +80,8 @@ def build_graph(
 _KEPT: WeakKeyDictionary[Plan, _Builder] = WeakKeyDictionary()
 """Builders of plans with nearly alike ranks, and with rows."""
 
-
 _PATHS: WeakKeyDictionary[Quotient, dict[tuple[Group | Exchange, int, int], Path]] = WeakKeyDictionary()
-"""By (group, shift, at_once), the last paths of simulated ranks: a method's phases and layouts have the same ones."""
+"""By (group, shift, at_once), the paths of simulated ranks: a method's phases and layouts have the same ones."""
 
 
 def build_as_alike(plan: Plan, problem: Problem, cluster: Cluster) -> PlanGraph | None:
@@ -230,6 +228,8 @@ class _Builder:
             items.append(Item(item, range(first, len(self.rows.delays))))
         for later in self.later:
             self.rows.add(0.0, *later, LATER_WEIGHT)
+        if len(self.paths) * self.ranks.size > KEPT_PATHS:
+            _PATHS.pop(self.quotient, None)
         return items
 
     def _refuse(self, items: Sequence[Segment | int]) -> None:
@@ -448,19 +448,20 @@ class _Builder:
 
     def _latency_s(self, path: Path, hidden_s: np.ndarray | None) -> np.ndarray:
         """(q,) The latency of each rank's message, without what a pipelined start hides of it."""
-        if hidden_s is None and not self.noise.variance:
-            return path.latency_s
-        return np.maximum(path.latency_s * self.noise(self.ranks.size) - (0.0 if hidden_s is None else hidden_s), 0.0)
+        latency_s = path.latency_s
+        if self.noise.variance:
+            latency_s = latency_s * self.noise(self.ranks.size)
+        return latency_s if hidden_s is None else np.maximum(latency_s - hidden_s, 0.0)
 
     def _path(self, group: Group | Exchange, shift: int, at_once: int = 1) -> Path:
         """The path of every simulated rank's message to the rank `shift` ahead in the group, one of `at_once`."""
-        key = group, shift, at_once
-        if (known := self.paths.get(key)) is not None:
-            return known
-        path = collectives.path_to(members(group, shift, self.problem.n), self.network, self.quotient, capped=True)
-        crowding = self.network.crowding(path.inter, at_once)
-        loads = path.loads if np.all(crowding == 1) else path.loads * crowding[:, None]
-        return keep(self.paths, key, path._replace(loads=loads), max(KEPT_PATHS // self.ranks.size, 1))
+        if (group, shift, at_once) not in self.paths:
+            target = members(group, shift, self.problem.n)
+            path = collectives.path_to(target, self.network, self.quotient, capped=True)
+            crowding = self.network.crowding(path.inter, at_once)
+            loads = path.loads if np.all(crowding == 1) else path.loads * crowding[:, None]
+            self.paths[group, shift, at_once] = path._replace(loads=loads)
+        return self.paths[group, shift, at_once]
 
     def _on_wire(self, path: Path, wire: Wire) -> Path:
         """The path of a message at its own rate, with what it takes of the cores that ranks share."""

@@ -127,7 +127,10 @@ class Rows:
         return Tasks(0, np.where(there, self._numbers(tasks), self._numbers(others)))
 
     def _numbers(self, tasks: Tasks) -> np.ndarray:
-        return tasks.row * self.n + (self.own if tasks.ranks is None else tasks.ranks)
+        return tasks.row * self.n + self._ranks(tasks)
+
+    def _ranks(self, tasks: Tasks) -> np.ndarray:
+        return self.own if tasks.ranks is None else tasks.ranks
 
     def _each(self, value: np.ndarray | float) -> np.ndarray:
         if isinstance(value, np.ndarray) and value.shape == (self.n,):
@@ -192,7 +195,7 @@ class Rows:
         for count, alike in groupby(filter(None, self.deps), len):
             while some := list(islice(alike, max(AT_ONCE // n, 1))):
                 named = [tasks for deps in some for tasks in deps]
-                of_each = np.array([self.own if tasks.ranks is None else tasks.ranks for tasks in named], np.int32)
+                of_each = np.array([self._ranks(tasks) for tasks in named], np.int32)
                 of_each += np.array([tasks.row * n for tasks in named], np.int32)[:, None]
                 of_rows = predecessors[first : first + of_each.size].reshape(-1, n, count)
                 of_rows[...] = of_each.reshape(-1, count, n).swapaxes(1, 2)
