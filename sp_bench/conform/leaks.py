@@ -5,18 +5,20 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 
 from sp_bench.conform.stage import Inputs, Stage
 from sp_bench.machine import give_back_memory
 from sp_bench.measure.memory import resident_bytes
+from sp_bench.run.groups import gathered
 
-WARM_UP, CALLS, ROUNDS = 3, 5, 3
-"""Calls before memory is read, and between readings. An allocator may grow once; a leak grows in every round."""
-NEW_SHAPES, SHAPE_ROUNDS = 16, 3
-"""The same where each call has a new shape. Keeping what belongs to so many shapes is no leak."""
+WARM_UP, CALLS = 3, 5
+"""Calls before memory is read, and in a round. An allocator may grow once; a leak grows in every round."""
+NEW_SHAPES = 16
+"""Calls in a round where each has a new shape. Keeping what belongs to so many shapes is no leak."""
+ROUNDS = 8
+"""At most, until one adds little: caches of a bounded size fill up over several rounds."""
 STRIDE = 13
 """Between the lengths of calls that follow each other, in steps of the length."""
 SMALLEST_LEAK_BYTES = 100_000
@@ -26,8 +28,12 @@ SMALLEST_LEAK_BYTES = 100_000
 def memory(stage: Stage) -> str:
     """Resident memory doesn't grow from call to call, in each of several rounds."""
     local = stage.local(stage.inputs())
-    growth = _growth(lambda number: stage.backward(*stage.forward(local), local.dout), CALLS, ROUNDS)
-    return _too_much(growth, local.q.nbytes, "call")
+
+    def call(_: int) -> int:
+        stage.backward(*stage.forward(local), local.dout)
+        return local.q.nbytes
+
+    return _growth(stage, call, CALLS, "call")
 
 
 def memory_of_shapes(stage: Stage) -> str:
@@ -35,41 +41,45 @@ def memory_of_shapes(stage: Stage) -> str:
 
     Lengths follow each other without a trend: buffers of the last few, or of the longest, don't grow with them.
     """
-    count = WARM_UP + SHAPE_ROUNDS * NEW_SHAPES
+    count = WARM_UP + ROUNDS * NEW_SHAPES
     assert math.gcd(count, STRIDE) == 1, "each length once"
     cases = [stage.case.simpler(tokens=stage.case.tokens + 2 * (STRIDE * number % count)) for number in range(count)]
     longest = max(other.seqlen for other in cases)
     heads = (stage.case.heads, stage.case.kv_heads, stage.case.kv_heads, stage.case.heads)
     dtype = stage.inputs().q.dtype
     whole = [torch.randn(stage.case.batch, longest, h, stage.case.head_dim).to(dtype) for h in heads]
-    q_bytes: list[int] = []
 
-    def call(number: int) -> None:
+    def call(number: int) -> int:
         other = cases[number]
         instance = stage.instance.at(other) if stage.instance.at else stage.another(other)
         local = Inputs(*(instance.shard(x[:, : other.seqlen]) for x in whole))
         stage.backward(*stage.forward(local, instance.attend), local.dout)
-        q_bytes.append(local.q.nbytes)
+        return local.q.nbytes
 
-    growth = _growth(call, NEW_SHAPES, SHAPE_ROUNDS)
-    return _too_much(growth, sum(q_bytes) // count, "new shape")
-
-
-def _growth(call: Callable[[int], object], calls: int, rounds: int) -> float:
-    """Bytes that a call adds to the resident memory, in the one of `rounds` of so many `calls` that adds least."""
-    marks, number = [], 0
-    for count in (WARM_UP, *[calls] * rounds):
-        for _ in range(count):
-            call(number)
-            number += 1
-        gc.collect()
-        give_back_memory()
-        marks.append(resident_bytes("VmRSS"))
-    return min(after - before for before, after in pairwise(marks)) / calls
+    return _growth(stage, call, NEW_SHAPES, "new shape")
 
 
-def _too_much(growth: float, q_bytes: int, each: str) -> str:
-    """Describe growth by half of q or more in each call; tensors that are too small to tell are never wrong."""
-    if q_bytes < SMALLEST_LEAK_BYTES or growth <= q_bytes / 2:
-        return ""
-    return f"memory grows by {growth / 1e3:,.0f} kB with each {each}, whose q has {q_bytes / 1e3:,.0f} kB"
+def _growth(stage: Stage, call: Callable[[int], int], calls: int, each: str) -> str:
+    """Describe growth by half of q or more in each call of every round; tensors that are too small to tell are never
+    wrong.
+
+    `call` gets its number and returns the bytes of its q. No more rounds follow once each rank had one that holds.
+    """
+    _, before = _memory_after(call, range(WARM_UP))
+    text, holds = "", False
+    for first in range(WARM_UP, WARM_UP + ROUNDS * calls, calls):
+        q_bytes, now = _memory_after(call, range(first, first + calls))
+        growth, before = (now - before) / calls, now
+        holds = holds or q_bytes < SMALLEST_LEAK_BYTES or growth <= q_bytes / 2
+        text = f"memory grows by {growth / 1e3:,.0f} kB with each {each}, whose q has {q_bytes / 1e3:,.0f} kB"
+        if all(gathered(holds, stage.group)):
+            break
+    return "" if holds else text
+
+
+def _memory_after(call: Callable[[int], int], numbers: range) -> tuple[int, int]:
+    """Bytes of q in the mean of some calls, and resident bytes after them."""
+    q_bytes = sum(map(call, numbers)) // len(numbers)
+    gc.collect()
+    give_back_memory()
+    return q_bytes, resident_bytes("VmRSS")
