@@ -16,13 +16,10 @@ import numpy as np
 
 from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.collectives import Algorithm
-from sp_bench.cluster.emulation import AS_IT_IS, Message, Wire
 from sp_bench.errors import RequestError
 from sp_bench.lower import Waits, lower
-from sp_bench.lower.early import by_messages
 from sp_bench.machine import give_back_memory
-from sp_bench.plan.groups import Exchange, Group
-from sp_bench.plan.members import members
+from sp_bench.plan.groups import Group
 from sp_bench.plan.ops import (
     BLOCKS,
     AllToAll,
@@ -37,15 +34,15 @@ from sp_bench.plan.ops import (
 )
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment
-from sp_bench.plan.tensors import Tensor
 from sp_bench.plan.transfers import messages, peers
 from sp_bench.simulate import collectives
 from sp_bench.simulate.least_times import least_makespan_s
+from sp_bench.simulate.message_flows import Flow, MessageFlows
 from sp_bench.simulate.noise import Noise
 from sp_bench.simulate.operations import operation_costs
 from sp_bench.simulate.plan_graph import Item, PlanGraph
 from sp_bench.simulate.rows import CORE_WORK_PER_S, Path, Rows, Tasks
-from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
+from sp_bench.simulate.symmetry import quotient, rotations, that_leave
 
 MAX_TASKS, SOME_TASKS = 12_000_000, 100_000
 """As many as fit two GB of memory, and as many as take so long that an estimate is worth while."""
@@ -57,8 +54,6 @@ FEWER = 4
 KEPT_TASKS = 4_000_000
 """Rows of so many tasks are kept between relaxed_s and build_graph: a hundred MB. Before a graph of more is made, the
 system gets back what has been freed."""
-KEPT_PATHS = 2**17
-"""Paths of so many ranks at most are kept of a quotient for the next plan: 20 MB."""
 LATER_WEIGHT = 1e3
 """The weight of bytes that links carry after their message (Wire.later_bytes): messages, of about 1, go first."""
 
@@ -79,9 +74,6 @@ def build_graph(
 
 _KEPT: WeakKeyDictionary[Plan, _Builder] = WeakKeyDictionary()
 """Builders of plans with nearly alike ranks, and with rows."""
-
-_PATHS: WeakKeyDictionary[Quotient, dict[tuple[Group | Exchange, int, int], Path]] = WeakKeyDictionary()
-"""By (group, shift, at_once), the paths of simulated ranks: a method's phases and layouts have the same ones."""
 
 
 def build_as_alike(plan: Plan, problem: Problem, cluster: Cluster) -> PlanGraph | None:
@@ -127,20 +119,6 @@ class PipelinedStart(NamedTuple):
     """Tasks that end so long after all that its sender waits for on other streams."""
 
 
-class _Flow(NamedTuple):
-    """The flows of one message of a transfer, by sender: (n,) each."""
-
-    delay_s: np.ndarray
-    sent: np.ndarray | float
-    over: Path
-    weight: np.ndarray | float
-    sends: np.ndarray | bool
-    """Whether a rank sends it, and whether it receives one: True for all."""
-    receives: np.ndarray | bool
-    later_bytes: np.ndarray | None
-    """Those of its Wire, (n,); None without any."""
-
-
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool, blocks_apart: float) -> None:
         # A builder may be kept as long as its plan is in use, and must not be what uses it.
@@ -165,8 +143,10 @@ class _Builder:
         self.ranks = self.quotient.ranks
         self.effects = cluster.effects(self.network, self.ranks, plan.phase)
         self.slow, self.all_slow = slow[self.ranks], slow
-        self.paths = _PATHS.setdefault(self.quotient, {})
-        self.flows: dict[int, list[_Flow]] = {}
+        self.messages = MessageFlows(
+            problem, cluster, self.lowering, self.costs, self.quotient, self.effects, self.noise
+        )
+        self.flows: dict[int, list[Flow]] = {}
         """The flows of each transfer."""
         self.cores = cluster.shared_cores(problem.n)
         self.rows = Rows(self.quotient)
@@ -179,8 +159,6 @@ class _Builder:
         """After which messages links carry how many bytes, and over what."""
         self.own_s, self.kind_s, self.least = np.zeros(problem.n), np.zeros(self.ranks.size), dict[int, np.ndarray]()
         """If ranks are nearly alike, seconds that each of them computes, those of its kind, and PlanGraph.least."""
-        self.alike: dict[tuple[Group | Exchange, int, Tensor, bool], list[_Flow]] = {}
-        """The flows of transfers that are the same every time."""
 
     @property
     def tasks(self) -> int:
@@ -228,8 +206,7 @@ class _Builder:
             items.append(Item(item, range(first, len(self.rows.delays))))
         for later in self.later:
             self.rows.add(0.0, *later, LATER_WEIGHT)
-        if len(self.paths) * self.ranks.size > KEPT_PATHS:
-            _PATHS.pop(self.quotient, None)
+        self.messages.keep_few()
         return items
 
     def _refuse(self, items: Sequence[Segment | int]) -> None:
@@ -301,17 +278,11 @@ class _Builder:
         deps = [*previous, *(t for i in segment.waits.values() for t in self.ended[i])]
         if self.cores:
             return [
-                self.rows.add(0.0, deps, CORE_WORK_PER_S * seconds, self._on_cores, self.effects.block_weights(seconds))
+                self.rows.add(
+                    0.0, deps, CORE_WORK_PER_S * seconds, self.messages.on_cores, self.effects.block_weights(seconds)
+                )
             ]
         return [self.rows.add(seconds, deps)]
-
-    @cached_property
-    def _on_cores(self) -> Path:
-        """Cores that ranks share are one link, on which work flows at most at a second per second, and fairly."""
-        q, kinds = self.ranks.size, np.arange(self.ranks.size)
-        caps, loads = np.full(q, CORE_WORK_PER_S), self.quotient.sizes[:, None].astype(float)
-        cores = np.full((q, 1), self.quotient.link_bytes_per_s.size)
-        return Path(kinds, kinds, np.zeros(q), caps, cores, loads, np.zeros(q, bool), caps)
 
     def _pipelined_start(self, index: int) -> PipelinedStart:
         """How a rank begins with a transfer when the first tensor of the one before has come, and not yet the last."""
@@ -319,7 +290,7 @@ class _Builder:
         op, previous = self.plan.ops[index], self.plan.ops[before]
         assert isinstance(op, Transfer)
         assert isinstance(previous, Transfer)
-        path = self._path(*peers(op)[0])  # which is that of the one before, too
+        path = self.messages.path(*peers(op)[0])  # which is that of the one before, too
         (sizes,) = messages(previous, self.problem, self.ranks, self.costs.wanted.get(before))
         (flow,) = self.flows[before]
         whole = sum(sizes.values())
@@ -370,7 +341,7 @@ class _Builder:
         staged_s = self.costs.staged_s(index, op, self.ranks)
         noise = partial(self.noise, self.ranks.size)
         if way.hops:
-            ended, later = collectives.hop_by_hop(*ours, *where, noise, self.effects, self._on_wire)
+            ended, later = collectives.hop_by_hop(*ours, *where, noise, self.effects, self.messages.on_wire)
             self.later += later
             return ended
         return collectives.at_once(*ours, *where, staged_s, noise())
@@ -387,7 +358,7 @@ class _Builder:
         if posted := self.lowering.preposted.get(index):
             expecting = [*(self.ended[posted.after] if posted.after is not None else []), *self._tasks(posted.waits)]
         tasks, arrived = [], []
-        self.flows[index] = self._flows(index, op, early)
+        self.flows[index] = self.messages.of(index, op, early.hidden_s if early else None)
         for number, flow in enumerate(self.flows[index]):
             ready = [self.rows.at(ended, flow.over.target) for ended in expecting]
             if flow.sends is not True:
@@ -405,70 +376,3 @@ class _Builder:
         if isinstance(op, AllToAll | ReduceScatter | RowCollective):  # one thing to wait for, unpacked or merged
             return [self.rows.add(self.costs.arrived_s(op, len(tasks)), [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
-
-    def _flows(self, index: int, op: Transfer, early: PipelinedStart | None) -> list[_Flow]:
-        """The flows of a transfer's messages; a Pass that is the same on all ranks has the same ones every time."""
-        if early or self.noise.variance or self.cluster.hosts or not self.costs.is_alike(index, op):
-            return self._find_flows(index, op, early.hidden_s if early else None)
-        assert isinstance(op, Pass)
-        key = (op.group, op.shift, op.tensor, op.send in self.lowering.unsummed)
-        if key not in self.alike:
-            self.alike[key] = self._find_flows(index, op, None)
-        return self.alike[key]
-
-    def _find_flows(self, index: int, op: Transfer, hidden_s: np.ndarray | None) -> list[_Flow]:
-        # Those of a tree come one after another, and what the first has staged is staged for all.
-        flows, pairs = [], peers(op)
-        at_once = 1 if isinstance(op, TreeReduce) else len(pairs)
-        paths = [self._path(*pair, at_once) for pair in pairs]
-        sends, receives = self.costs.moves(index, op, self.ranks)
-        staged_s = self.costs.staged_s(index, op, self.ranks) * sends
-        staged = bool(np.any(staged_s))
-        sizes = messages(op, self.problem, self.ranks, self.costs.wanted.get(index))
-        each = [Message(*message) for message in zip(pairs, sizes, (path.inter for path in paths), strict=True)]
-        by_library = not by_messages(op)
-        together = [each[i : i + at_once] for i in range(0, len(each), max(at_once, 1))]
-        wires = [wire for some in together for wire in self.effects.on_wire(some, by_library=by_library)]
-        for path, message, wire in zip(paths, each, wires, strict=True):
-            # The lane casts or packs what it sends before it posts it.
-            if isinstance(op, RowCollective):  # no message without rows
-                sends = message.bytes > 0
-                receives = sends[path.source]
-            delay_s, over, sent, later = self._latency_s(path, hidden_s), path, message.bytes, None
-            if sends is not True:
-                delay_s = delay_s * sends
-            if staged:
-                delay_s = delay_s + staged_s
-            if wire is not AS_IT_IS:
-                over, sent = self._on_wire(path, wire), sent - wire.later_bytes
-                later = np.asarray(wire.later_bytes) if np.any(wire.later_bytes) else None
-            flows.append(_Flow(delay_s, sent, over, wire.weight, sends, receives, later))
-            staged = staged and not isinstance(op, TreeReduce)
-        return flows
-
-    def _latency_s(self, path: Path, hidden_s: np.ndarray | None) -> np.ndarray:
-        """(q,) The latency of each rank's message, without what a pipelined start hides of it."""
-        latency_s = path.latency_s
-        if self.noise.variance:
-            latency_s = latency_s * self.noise(self.ranks.size)
-        return latency_s if hidden_s is None else np.maximum(latency_s - hidden_s, 0.0)
-
-    def _path(self, group: Group | Exchange, shift: int, at_once: int = 1) -> Path:
-        """The path of every simulated rank's message to the rank `shift` ahead in the group, one of `at_once`."""
-        if (group, shift, at_once) not in self.paths:
-            target = members(group, shift, self.problem.n)
-            path = collectives.path_to(target, self.network, self.quotient, capped=True)
-            crowding = self.network.crowding(path.inter, at_once)
-            loads = path.loads if np.all(crowding == 1) else path.loads * crowding[:, None]
-            self.paths[group, shift, at_once] = path._replace(loads=loads)
-        return self.paths[group, shift, at_once]
-
-    def _on_wire(self, path: Path, wire: Wire) -> Path:
-        """The path of a message at its own rate, with what it takes of the cores that ranks share."""
-        if np.any(wire.most_bytes_per_s < path.rate_cap):
-            path = path._replace(rate_cap=np.minimum(path.rate_cap, wire.most_bytes_per_s))
-        if not self.cores or not np.any(wire.core_s_per_byte):
-            return path
-        taken = CORE_WORK_PER_S * np.broadcast_to(wire.core_s_per_byte, self.ranks.size)[:, None]
-        links = np.hstack([path.links, self._on_cores.links])
-        return path._replace(links=links, loads=np.hstack([path.loads, taken * self._on_cores.loads]))

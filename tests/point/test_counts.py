@@ -76,7 +76,7 @@ def test_messages_of_layouts_phases_and_bounds_go_the_same_paths(watched: Callab
     symmetry._quotient.cache_clear()  # other tests' paths
     found, graphs = watched(collectives, "path_to"), watched(graph, "_Builder")
     choose(point("method=all_gather", "gpus=32", "seqlen=64k", "method.collectives=messages"))
-    paths = {(id(each.quotient), key) for each in graphs for key in each.paths}
+    paths = {(id(each.quotient), key) for each in graphs for key in each.messages.paths}
     assert len(graphs) > len({id(each.quotient) for each in graphs})
     assert len(found) == len(paths)
 
