@@ -69,7 +69,7 @@ def read(kind: type[T] | Any, value: Any, path: str = "") -> T:
     """
     plain = _plain(_info(kind), value)
     try:
-        return msgspec.convert(plain, kind)
+        return msgspec.convert(plain, kind, str_keys=True)  # as those of a config that was read from a record
     except msgspec.ValidationError as error:
         raise _explained(error, kind, plain, path) from None
 
