@@ -136,7 +136,7 @@ class _Builder:
         is_even = use_symmetry and cluster.is_even(problem.n)
         moves = that_leave(rotations(plan, self.network), [slow]) if is_even else []
         moves = [move for move in moves if self._keeps_algorithms(move)]
-        moves = self.costs.that_leave_blocks(that_leave(moves, self.costs.varying()), apart=blocks_apart)
+        moves = self.costs.that_leave_blocks(that_leave(moves, self.costs.transfers.varying()), apart=blocks_apart)
         self.exact = not blocks_apart or len(self.costs.that_leave_blocks(moves)) == len(moves)
         self.noise = Noise(cluster.stragglers.jitter, cluster.stragglers.seed)
         self.quotient = quotient(moves, self.network)
@@ -144,7 +144,7 @@ class _Builder:
         self.effects = cluster.effects(self.network, self.ranks, plan.phase)
         self.slow, self.all_slow = slow[self.ranks], slow
         self.messages = MessageFlows(
-            problem, cluster, self.lowering, self.costs, self.quotient, self.effects, self.noise
+            problem, cluster, self.lowering, self.costs.transfers, self.quotient, self.effects, self.noise
         )
         self.flows: dict[int, list[Flow]] = {}
         """The flows of each transfer."""
@@ -291,7 +291,7 @@ class _Builder:
         assert isinstance(op, Transfer)
         assert isinstance(previous, Transfer)
         path = self.messages.path(*peers(op)[0])  # which is that of the one before, too
-        (sizes,) = messages(previous, self.problem, self.ranks, self.costs.wanted.get(before))
+        (sizes,) = messages(previous, self.problem, self.ranks, self.costs.transfers.wanted.get(before))
         (flow,) = self.flows[before]
         whole = sum(sizes.values())
         later = 0.0 if flow.later_bytes is None else flow.later_bytes
@@ -308,7 +308,7 @@ class _Builder:
         before = [*previous, *([] if early else self._elsewhere(index))]
         if not self.in_order or (isinstance(op.group, Group) and op.group.size == 1):
             return before
-        sends, receives = self.costs.moves(index, op, self.ranks)
+        sends, receives = self.costs.transfers.moves(index, op, self.ranks)
         moves = sends | receives
         if isinstance(op, Pass):
             moves = moves & (op.target(self.ranks, self.problem.n) != self.ranks)
@@ -338,7 +338,7 @@ class _Builder:
         """A collective by the library's algorithm; partials are packed before it."""
         sent = self._sent(op)
         ours, where = (self.rows, self.quotient, self.network), (way, op.group, sent, before)
-        staged_s = self.costs.staged_s(index, op, self.ranks)
+        staged_s = self.costs.transfers.staged_s(index, op, self.ranks)
         noise = partial(self.noise, self.ranks.size)
         if way.hops:
             ended, later = collectives.hop_by_hop(*ours, *where, noise, self.effects, self.messages.on_wire)
@@ -370,9 +370,9 @@ class _Builder:
             came = self.rows.at(tasks[-1], flow.over.source)
             arrived.append(came if flow.receives is True else self.rows.either(flow.receives, came, tasks[-1]))
             if isinstance(op, TreeReduce):
-                before = expecting = [self.rows.add(self.costs.merged_s(op, number), [tasks[-1], came])]
+                before = expecting = [self.rows.add(self.costs.transfers.merged_s(op, number), [tasks[-1], came])]
         if isinstance(op, TreeReduce):
             return before
         if isinstance(op, AllToAll | ReduceScatter | RowCollective):  # one thing to wait for, unpacked or merged
-            return [self.rows.add(self.costs.arrived_s(op, len(tasks)), [*before, *tasks, *arrived])]
+            return [self.rows.add(self.costs.transfers.arrived_s(op, len(tasks)), [*before, *tasks, *arrived])]
         return [*tasks, *arrived]

@@ -20,9 +20,9 @@ from sp_bench.plan.tensors import Tensor
 from sp_bench.plan.transfers import messages, peers
 from sp_bench.simulate import collectives
 from sp_bench.simulate.noise import Noise
-from sp_bench.simulate.operations import OperationCosts
 from sp_bench.simulate.rows import CORE_WORK_PER_S, Path
 from sp_bench.simulate.symmetry import Quotient
+from sp_bench.simulate.transfer_costs import TransferCosts
 
 KEPT_PATHS = 2**17
 """Paths of so many ranks at most are kept of a quotient for the next plan: 20 MB."""
@@ -55,7 +55,7 @@ class MessageFlows:
         problem: Problem,
         cluster: Cluster,
         lowering: Lowering,
-        costs: OperationCosts,
+        costs: TransferCosts,
         quotient: Quotient,
         effects: Effects,
         noise: Noise,
