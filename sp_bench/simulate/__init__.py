@@ -22,11 +22,12 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
 from sp_bench.simulate import machine_code
-from sp_bench.simulate.flows import LongerError, TaskGraph, Timing, solve, sooner
+from sp_bench.simulate.flows import LongerError, solve, sooner
 from sp_bench.simulate.graph import build_as_alike, build_graph, relaxed_s
 from sp_bench.simulate.plan_graph import PlanGraph
 from sp_bench.simulate.slowdown import slowed_by_transfers
 from sp_bench.simulate.symmetry import links_are_of_pairs
+from sp_bench.simulate.task_graph import TaskGraph, Timing
 from sp_bench.simulate.uncontended import solve_rows
 
 __all__ = ["WAITING", "LongerError", "Run", "Span", "exactly", "least_s", "relaxed_s", "simulate"]

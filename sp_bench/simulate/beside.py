@@ -13,8 +13,9 @@ import numpy as np
 from sp_bench.cluster.collectives import rings
 from sp_bench.cluster.topology import Network
 from sp_bench.plan.groups import Group
-from sp_bench.simulate.flows import TaskGraph, Timing, solve
+from sp_bench.simulate.flows import solve
 from sp_bench.simulate.plan_graph import PlanGraph
+from sp_bench.simulate.task_graph import TaskGraph, Timing
 
 
 def ring_traffic(network: Network, size: int, sent_bytes: float) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from sp_bench.plan.schedule import Segment
-from sp_bench.simulate.flows import TaskGraph, Timing
 from sp_bench.simulate.rows import CORE_WORK_PER_S
 from sp_bench.simulate.symmetry import Quotient
+from sp_bench.simulate.task_graph import TaskGraph, Timing
 
 LEAST_WORK = 1e-12
 """The least work of a task that takes cores, in seconds or their unit: one without any would need another path."""

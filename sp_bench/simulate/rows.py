@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sp_bench.simulate.flows import TaskGraph, starts
 from sp_bench.simulate.symmetry import Quotient
+from sp_bench.simulate.task_graph import TaskGraph, starts
 
 CORE_WORK_PER_S = 1e12
 """Work on shared cores flows in picoseconds. In fair shares, which rise by weight, transfers' bytes per second are far

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from sp_bench.simulate.flows import TaskGraph, Timing
 from sp_bench.simulate.plan_graph import PlanGraph
+from sp_bench.simulate.task_graph import TaskGraph, Timing
 
 
 def slowed_by_transfers(graph: PlanGraph, timing: Timing, slowdown: float) -> TaskGraph:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sp_bench.simulate.flows import TaskGraph, Timing
+from sp_bench.simulate.task_graph import TaskGraph, Timing
 
 SAME_INSTANT = 1e-12
 """A flow may join so much, relative to the time, before another leaves: that is rounding."""

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from sp_bench.cluster.topology import Network, Topology
 from sp_bench.errors import RequestError
-from sp_bench.simulate.flows import TaskGraph, solve
+from sp_bench.simulate.flows import solve
+from sp_bench.simulate.task_graph import TaskGraph
 from tests.support.topologies import FULL_MESH, NICS, PCIE, SOCKETS, SWITCH, Config, config
 
 MIRROR = {"out": "in", "in": "out"}

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from sp_bench.simulate import _flows_numba as kernel
 from sp_bench.simulate import flows, machine_code
-from sp_bench.simulate.flows import LongerError, Solver, TaskGraph, solve, sooner
+from sp_bench.simulate.flows import LongerError, Solver, solve, sooner
+from sp_bench.simulate.task_graph import TaskGraph
 from tests.support.flow_graphs import RELATIVE, SOLVERS, Task, assert_within_capacity, exact_finish_s, graph_of
 from tests.support.marks import exhaustive
 
@@ -491,7 +492,8 @@ def test_an_unknown_engine_is_refused() -> None:
 def test_the_python_engine_never_imports_numba() -> None:
     script = """
 import sys
-from sp_bench.simulate.flows import TaskGraph, solve
+from sp_bench.simulate.flows import solve
+from sp_bench.simulate.task_graph import TaskGraph
 names = "delay_s", "flow_bytes", "path_links", "path_loads", "dep_tasks", "rate_cap", "weight", "link_bytes_per_s"
 empty = dict.fromkeys(names, [])
 solve(TaskGraph(**empty, path_start=[0], dep_start=[0]), "python")

@@ -14,8 +14,8 @@ from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.simulate import flows
-from sp_bench.simulate.flows import TaskGraph, Timing
 from sp_bench.simulate.graph import build_graph
+from sp_bench.simulate.task_graph import TaskGraph, Timing
 from sp_bench.simulate.uncontended import solve_rows
 from tests.support.clusters import on_network, split_problem
 from tests.support.flow_graphs import RELATIVE, Task, graph_of

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from sp_bench.simulate.flows import TaskGraph, Timing
+from sp_bench.simulate.task_graph import TaskGraph, Timing
 
 SOLVERS = [
     "python",
