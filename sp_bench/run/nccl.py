@@ -18,7 +18,6 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import Enum
 from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -27,31 +26,18 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl as library
 
-from sp_bench.errors import RequestError
-from sp_bench.lower import DEFAULT_TRANSPORT, LAUNCH_ORDER, NCCL, ORDERED_FROM, TransportOptions
+from sp_bench.lower import DEFAULT_TRANSPORT, NCCL, TransportOptions
 from sp_bench.lower.early import by_messages
 from sp_bench.machine import boot_id
 from sp_bench.plan.groups import Group, is_shared
 from sp_bench.plan.ops import Pass, Plan
+from sp_bench.run.communicators import Part, lane_communicator
 from sp_bench.run.gloo import GlooTransport, HostTransport
-from sp_bench.run.groups import gathered, own_group
-from sp_bench.run.patience import before_use, first_timeout, use_of
+from sp_bench.run.groups import gathered
+from sp_bench.run.patience import before_use, use_of
 from sp_bench.run.registered import Registered
 from sp_bench.run.sms import VARIABLE, most_ctas
 from sp_bench.run.transport import Call, Key, Members, Message, Transport, Turn, begin, members_of
-
-
-class Part(Enum):
-    """The part of a lane's traffic that a communicator carries."""
-
-    WHOLE = "all"
-    NEAR = "messages inside a node"
-    FAR = "messages between nodes, where ranks share nodes"
-
-    def ctas(self, of_lane: int) -> int:
-        """How many of a lane's CTAs it takes at most, as powers of two: 50 GB/s of a NIC take few, NVLink more."""
-        return {Part.WHOLE: of_lane, Part.NEAR: max(1, of_lane // 2), Part.FAR: max(1, of_lane // 4)}[self]
-
 
 _IN_WORDS = {Part.WHOLE: "", Part.NEAR: " of a node", Part.FAR: ", between nodes"}
 
@@ -318,70 +304,6 @@ def unmarked(x: torch.Tensor) -> torch.Tensor:
     """
     torchs: Any = torch._C
     return torchs._from_dlpack(torchs._to_dlpack(x.detach() if x.requires_grad else x))
-
-
-def refuse_several(version: tuple[Any, ...]) -> None:
-    """Raise RequestError for an NCCL that can't run several communicators at once, or was told not to order them."""
-    if version[:2] < ORDERED_FROM:
-        given, least = (".".join(map(str, numbers)) for numbers in (version, ORDERED_FROM))
-        rule = f"lanes need communicators that run at once, which NCCL orders from {least} on"
-        raise RequestError(
-            f"NCCL {given}", rule, f"a torch built with NCCL {least}, or a method of one lane, would work"
-        )
-    if (order := os.environ.get(LAUNCH_ORDER, "1")) != "1":
-        rule = "lanes need communicators that run at once, which NCCL then launches in any order"
-        raise RequestError(f"{LAUNCH_ORDER}={order}", rule, f"{LAUNCH_ORDER}=1 would work")
-
-
-CTA_POLICIES_FROM = {"default": (2, 27), "efficiency": (2, 27), "zero": (2, 28)}
-"""The first NCCL with each policy."""
-
-
-def cta_policy_value(policy: str, version: tuple[Any, ...]) -> int:
-    """The value of a policy in a communicator's config. Raises RequestError if NCCL or torch doesn't have it."""
-    name = f"NCCL_CTA_POLICY_{policy.upper()}"
-    known = vars(dist.ProcessGroupNCCL)
-    if version[:2] < CTA_POLICIES_FROM[policy] or name not in known:
-        present, least = (".".join(map(str, numbers)) for numbers in (version, CTA_POLICIES_FROM[policy]))
-        rule = f"takes NCCL {least} and a torch with ProcessGroupNCCL.{name}; here are NCCL {present}"
-        rule += f", torch {torch.__version__}"
-        raise RequestError(f"cta_policy={policy}", rule, "cta_policy=null would work")
-    return known[name]
-
-
-def lane_communicator(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    timeout: timedelta | None,
-    ctas: int,
-    lane: int,
-    members: Members,
-    part: Part = Part.WHOLE,
-    *,
-    cta_policy: str | None = None,
-) -> dist.ProcessGroup:
-    """A connected, high-priority NCCL communicator of a lane of `ctas` CTAs among some ranks of `group`, made once.
-
-    Its members must call this, in the same order of calls. The connection to a peer opens at the first message to it.
-    It is made with the timeout of first uses.
-    Raises RequestError for a second one at once with an NCCL that can't run several, and for a policy that it lacks.
-    """
-    if lane or part is Part.NEAR:  # beside that of the first lane, or of messages between nodes
-        refuse_several(library.version())
-    os.environ.setdefault(LAUNCH_ORDER, "1")  # NCCL reads it at its first operation, or for each communicator as made
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if VARIABLE not in os.environ:  # NCCL reads it itself
-        options.config.max_ctas = part.ctas(ctas)
-    if cta_policy is not None:
-        config: Any = options.config  # torch's stubs lack the policy
-        config.cta_policy = cta_policy_value(cta_policy, library.version())
-    if timeout is not None:
-        timeout = first_timeout(timeout)
-        options._timeout = timeout  # torch uses the argument below, and warns if this one differs
-    purpose = f"lane {lane} of {part.ctas(ctas)} CTAs"
-    purpose += f" for {part.value}" if part is not Part.WHOLE else ""
-    purpose += f" with cta_policy={cta_policy}" if cta_policy else ""
-    return own_group(group, members, purpose, backend="nccl", timeout=timeout, options=options, device=device)
 
 
 def nccl_transport(

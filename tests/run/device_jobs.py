@@ -17,10 +17,11 @@ from sp_bench.measure.devices import device_here, transport_here
 from sp_bench.measure.pool import report
 from sp_bench.plan.groups import Group
 from sp_bench.plan.method import PHASES
+from sp_bench.run.communicators import Part
 from sp_bench.run.engine import Engine
 from sp_bench.run.gloo import GlooTransport, HostTransport
 from sp_bench.run.groups import own_group, timeout_of
-from sp_bench.run.nccl import NcclTransport, Part
+from sp_bench.run.nccl import NcclTransport
 from sp_bench.run.sharding import shard
 from sp_bench.run.shared_memory import shared_transport
 from sp_bench.run.transport import Call, Members, Transport, Turn

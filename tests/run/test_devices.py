@@ -21,10 +21,11 @@ from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.groups import Group
 from sp_bench.plan.method import PHASES
-from sp_bench.run import nccl
+from sp_bench.run import communicators
+from sp_bench.run.communicators import Part
 from sp_bench.run.devices import Cuda
 from sp_bench.run.gloo import GlooTransport
-from sp_bench.run.nccl import NcclTransport, Part, transport_for
+from sp_bench.run.nccl import NcclTransport, transport_for
 from sp_bench.run.patience import first_timeout
 from sp_bench.run.sms import most_ctas
 from sp_bench.run.transport import AloneTransport, Turn
@@ -208,39 +209,39 @@ def test_a_communicator_of_nccl_is_connected_at_once(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("NCCL", (), {"Options": Options}), raising=False)
-    monkeypatch.setattr(nccl, "own_group", lambda *ranks, **how: asked.append({"of": ranks, **how}))
+    monkeypatch.setattr(communicators, "own_group", lambda *ranks, **how: asked.append({"of": ranks, **how}))
     device = torch.device("cuda", 1)
-    nccl.lane_communicator("world", device, timedelta(seconds=9), 26, 2, (0, 1))  # pyright: ignore
+    communicators.lane_communicator("world", device, timedelta(seconds=9), 26, 2, (0, 1))  # pyright: ignore
     assert (asked[0]["of"], asked[0]["backend"]) == (("world", (0, 1), "lane 2 of 26 CTAs"), "nccl")
     assert asked[0]["device"] == device and asked[0]["options"].is_high_priority_stream
     assert asked[0]["options"]._timeout == asked[0]["timeout"] == first_timeout(timedelta(seconds=9))
     assert asked[0]["options"].config.max_ctas == 26
-    nccl.lane_communicator("world", device, None, 26, 1, (0, 1), Part.FAR)  # pyright: ignore
+    communicators.lane_communicator("world", device, None, 26, 1, (0, 1), Part.FAR)  # pyright: ignore
     far = asked.pop()
     assert far["of"][2] == "lane 1 of 6 CTAs for messages between nodes, where ranks share nodes"
     assert far["options"].config.max_ctas == 6
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
-    nccl.lane_communicator("world", device, None, 8, 0, (0, 1))  # pyright: ignore
+    communicators.lane_communicator("world", device, None, 8, 0, (0, 1))  # pyright: ignore
     assert asked[1]["options"].config.max_ctas == -1, "NCCL reads the environment's"
     version[:] = [2, 25, 1]
-    nccl.lane_communicator("world", device, None, 8, 0, (0, 1))  # pyright: ignore
+    communicators.lane_communicator("world", device, None, 8, 0, (0, 1))  # pyright: ignore
     for lane, part in ((1, Part.WHOLE), (0, Part.NEAR)):  # a second one, beside that of lane 0 or between nodes
         with pytest.raises(RequestError, match=r"NCCL 2.25.1: .* from 2.26 on; a torch built with NCCL 2.26, or"):
-            nccl.lane_communicator("world", device, None, 8, lane, (0, 1), part)  # pyright: ignore
+            communicators.lane_communicator("world", device, None, 8, lane, (0, 1), part)  # pyright: ignore
 
 
 def test_several_communicators_take_nccl_s_launch_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is NCCL's default nowhere: a process that says nothing gets it, and one that turns it off is refused."""
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
-    monkeypatch.setattr(nccl, "own_group", lambda *ranks, **how: "group")
+    monkeypatch.setattr(communicators, "own_group", lambda *ranks, **how: "group")
     options = SimpleNamespace(config=SimpleNamespace(max_ctas=-1))
     fake = type("NCCL", (), {"Options": staticmethod(lambda is_high_priority_stream: options)})
     monkeypatch.setattr(dist, "ProcessGroupNCCL", fake, raising=False)
     environment: dict[str, str] = {}
-    monkeypatch.setattr(nccl.os, "environ", environment)
+    monkeypatch.setattr(communicators.os, "environ", environment)
 
     def make(lane: int) -> None:
-        nccl.lane_communicator("world", torch.device("cuda", 0), None, 8, lane, (0, 1))  # pyright: ignore
+        communicators.lane_communicator("world", torch.device("cuda", 0), None, 8, lane, (0, 1))  # pyright: ignore
 
     make(0)
     assert environment == {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, "a later lane may come beside it"

@@ -19,11 +19,12 @@ from sp_bench.plan import Method, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.run import device_streams
+from sp_bench.run.communicators import Part
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.graphs import CALLBACKS, GraphedEngine
 from sp_bench.run.holdings import LiveBytes
-from sp_bench.run.nccl import NcclTransport, Part
+from sp_bench.run.nccl import NcclTransport
 from sp_bench.run.sharding import shard
 from tests.run.capturing import Capturing, NotCapturable
 from tests.run.queued import Machine, Wires

@@ -16,7 +16,8 @@ from sp_bench.methods import build
 from sp_bench.plan import Plan
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.run import nccl
-from sp_bench.run.nccl import NcclTransport, Part
+from sp_bench.run.communicators import Part
+from sp_bench.run.nccl import NcclTransport
 from sp_bench.run.sms import most_ctas
 from sp_bench.run.transport import Turn
 from tests.run.executions import Carried, Execution, fitting, four, small

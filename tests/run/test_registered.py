@@ -15,9 +15,10 @@ from sp_bench.errors import RequestError
 from sp_bench.lower import DEFAULT_TRANSPORT, TransportOptions, lower
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
-from sp_bench.run import nccl
+from sp_bench.run import communicators, nccl
 from sp_bench.run.buffers import Buffers
-from sp_bench.run.nccl import NcclTransport, Part, cta_policy_value
+from sp_bench.run.communicators import Part, cta_policy_value
+from sp_bench.run.nccl import NcclTransport
 from sp_bench.run.registered import Registered
 from tests.support.problems import splittable_problem
 
@@ -145,7 +146,7 @@ def test_lanes_have_the_policy(
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 9))
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(nccl, "own_group", lambda *ranks, **how: asked.append((ranks, how)))
+    monkeypatch.setattr(communicators, "own_group", lambda *ranks, **how: asked.append((ranks, how)))
     options = TransportOptions(name="nccl", cta_policy=policy) if policy else DEFAULT_TRANSPORT
     monkeypatch.setattr(nccl, "gathered", lambda mine, group: [mine])
     transport = nccl.nccl_transport(None, torch.device("cuda", 0), {}, None, None, options)  # pyright: ignore

@@ -20,8 +20,8 @@ from sp_bench.plan.region_table import table_of
 from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.point import Request, resolve
 from sp_bench.run import sms
+from sp_bench.run.communicators import Part
 from sp_bench.run.engine import Engine
-from sp_bench.run.nccl import Part
 from sp_bench.run.sms import SmShares, most_ctas, share, shares
 from sp_bench.workload import attention_step
 from sp_bench.workload.attention import Attention

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.lower import TransportOptions
-from sp_bench.run import nccl, transport
+from sp_bench.run import communicators, nccl, transport
 from sp_bench.run.nccl import NcclTransport
 from tests.run.queued import Batch, Machine, Rank, Stream, Stuck
 
@@ -201,10 +201,10 @@ class Nccl:
             ProcessGroupNCCL=SimpleNamespace(Options=Options),
         )
         with ExitStack() as all_of:
-            for module in (nccl, transport):
+            for module in (communicators, nccl, transport):
                 all_of.enter_context(patch.object(module, "dist", torchs))
-            all_of.enter_context(patch.object(nccl, "own_group", self._group_of(device, launches)))
-            all_of.enter_context(patch.object(nccl.library, "version", lambda: VERSION))
+            all_of.enter_context(patch.object(communicators, "own_group", self._group_of(device, launches)))
+            all_of.enter_context(patch.object(communicators.library, "version", lambda: VERSION))
             all_of.enter_context(patch.object(transport, "all_gather_single", launches.all_gather))
             all_of.enter_context(patch.object(transport, "reduce_scatter_single", launches.reduce_scatter))
             all_of.enter_context(patch.object(transport.c10d, "_coalescing_manager", launches.coalescing))
