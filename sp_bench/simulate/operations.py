@@ -1,7 +1,7 @@
 """Costs of a plan's operations on each rank's device: blocks, folds and row sums, by segment, and casts of results.
 
 The kernel calls of blocks and the folds of their results are those of simulate.blocks; transfers, and folds of what
-they bring, those of simulate.transfer_costs. Links are not among it (simulate.graph).
+they bring, those of simulate.transfer_costs. Links are not among it (simulate.message_flows).
 """
 
 from __future__ import annotations
